@@ -28,6 +28,7 @@ TWO = Topology(hosts=2)
         ({"variants": ["gradwire terngrd"]}, HyperparameterError, "did you mean 'terngrad'"),
         ({"topologies": [Topology(hosts=1)]}, UsageError, "use at least 2"),
         ({"topologies": [Topology(hosts=2, bandwidth=1e9)], "loopback": True}, UsageError, "leave the bandwidth out"),
+        ({"topologies": [Topology.parse("hosts=2,loss=1%")], "loopback": True}, UsageError, "and delay and loss"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(fields: dict[str, Any], kind: type[Exception], message: str) -> None:

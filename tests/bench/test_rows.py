@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 import gradwire as gw
+from gradwire.tools.bench.network_row import bytes_agree
 from gradwire.tools.bench.rank import Rank
 from gradwire.tools.bench.ranks import backend_of
 from gradwire.tools.bench.step import Cell, StepGrid, describe
-from gradwire.tools.lab import Topology
+from gradwire.tools.lab import Impairments, Topology
 
 NUMEL, HOSTS, NCCL = 1000, 3, "cpu:gloo,cuda:nccl"
 TIMES_S = {"compute": [0.010, 0.020, 0.030], "ddp fp32": [0.080, 0.100, 0.120], "gradwire terngrad": [0.02, 0.04, 0.06]}
@@ -23,6 +24,17 @@ class FakeNetwork:
     """Hosts' interfaces; each step of an exchange adds what :class:`FakeRanks` says was moved."""
 
     moved: int = 0
+    topology: Topology = field(default_factory=Topology)
+
+    def describe(self) -> dict[str, str]:
+        return {"emulator": "veth", "tcp_congestion_control": "cubic"}
+
+    def retransmitted(self) -> list[int]:
+        # In each step of an exchange every host sends one segment again.
+        return [self.moved // 1000] * HOSTS
+
+    def report(self) -> None:
+        return None
 
     def counters(self) -> list[FakeCounter]:
         # The second host moves twice as much, the third three times.
@@ -105,6 +117,25 @@ def test_interface_and_library_are_compared(rows: Any) -> None:
     row = rows["gradwire terngrad"]
     assert row["interface_over_library"] == pytest.approx(2000 / 2400 - 1)
     assert row["bytes_agree"] is False
+
+
+def test_segments_that_were_sent_again_may_be_counted_by_the_interface_alone() -> None:
+    """Interfaces count 2000 bytes a host and step, of which at most 1448 are of a segment sent again."""
+    assert bytes_agree(0.05, 1900.0, 0.0)
+    assert not bytes_agree(0.06, 1900.0, 0.0)
+    assert bytes_agree(0.05 + 1448 / 1900, 1900.0, 1.0)
+    assert not bytes_agree(0.06 + 1448 / 1900, 1900.0, 1.0)
+    assert not bytes_agree(-0.06, 1900.0, 1.0)
+
+
+def test_a_row_says_what_its_network_is(rows: Any) -> None:
+    assert all((row["emulator"], row["tcp_congestion_control"]) == ("veth", "cubic") for row in rows.values())
+    assert "segments_again_per_step" not in rows["ddp fp32"]
+    lossy = Topology(hosts=HOSTS, bandwidth=8e5, impairments=Impairments(loss=0.01))
+    found = measured(lossy, FakeNetwork(topology=lossy))
+    assert found["ddp fp32"]["segments_again_per_step"] == pytest.approx(1.0)
+    assert found["compute"]["segments_again_per_step"] == 0
+    assert found["ddp fp32"]["lab"] == "hosts=3,bandwidth=800kbit,loss=1%"
 
 
 def test_the_floor_is_the_longer_of_computing_and_bits_over_bits_a_second(rows: Any) -> None:

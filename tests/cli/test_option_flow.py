@@ -25,7 +25,7 @@ from gradwire.tools.cli.options import ExchangeOptions
 from gradwire.tools.experiments import run
 from gradwire.tools.experiments.config import LinkSettings, RunConfig
 from gradwire.tools.experiments.simulate import SimulatedEngine
-from gradwire.tools.lab import Topology
+from gradwire.tools.lab import Impairments, Outage, Topology
 
 LINK = {
     "exclude": (["--exclude", "0.*", "--exclude", "*.bias"], ("0.*", "*.bias")),
@@ -279,9 +279,27 @@ def test_bench_step_hands_every_option_on(reached: dict[str, Any], tmp_path: Pat
     assert [(t.hosts, t.bandwidth) for t in grid.topologies] == [(3, 1e9), (3, 8e6), (5, 1e9), (5, 8e6)]
 
 
+def test_bench_step_measures_every_delay_with_every_loss(reached: dict[str, Any]) -> None:
+    words = ["--hosts", 2, "--bandwidth", "1gbit", "--delay", "5ms", "--delay", "9ms", "--loss", "0%", "--loss", "1%"]
+    words += ["--jitter", "1ms", "--reorder", "2%", "--outage", "1s@2s", "--outage", "3s@4s:host1"]
+    result = call("bench", "step", *words, "--congestion", "cubic")
+    assert isinstance(result.exception, Reached), result.output
+    outages = (Outage(lasts_s=1, from_s=2), Outage(lasts_s=3, from_s=4, host=1))
+    links = [
+        Impairments(delay_s=delay_s, loss=loss, jitter_s=0.001, reorder=0.02)
+        for delay_s in (0.005, 0.009)
+        for loss in (0.0, 0.01)
+    ]
+    assert reached["words"][0].topologies == [
+        Topology(hosts=2, bandwidth=1e9, impairments=link, outages=outages, congestion="cubic") for link in links
+    ]
+    call("bench", "step", "--hosts", 2, "--bandwidth", "1gbit", "--loss", "1%", "--burst", 4)
+    assert reached["words"][0].topologies[0].impairments == Impairments(loss=0.01, burst=4)
+
+
 def test_bench_step_takes_one_cluster_or_loopback(reached: dict[str, Any]) -> None:
     call("bench", "step", "--lab", "hosts=3,bandwidth=1gbit,delay=5ms")
-    assert reached["words"][0].topologies == [Topology(hosts=3, bandwidth=1e9, delay_s=0.005)]
+    assert reached["words"][0].topologies == [Topology(hosts=3, bandwidth=1e9, impairments=Impairments(delay_s=0.005))]
     call("bench", "step", "--loopback", "--hosts", 6)
     grid = reached["words"][0]
     assert grid.loopback
@@ -328,6 +346,13 @@ def test_lab_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     call("lab", *words, "--groups", 2, "--between", "1gbit", "--delay", "3ms", "--", "true")
     spec = "hosts=4,bandwidth=100mbit,asymmetric=10mbit,host1=5mbit:6mbit,groups=2,between=1gbit,delay=3ms"
     assert given == [Topology.parse(spec)]
+    words = ["--delay", "3ms", "--jitter", "1ms", "--loss", "1%", "--burst", 8, "--reorder", "2%", "--seed", 7]
+    words += ["--outage", "1s@2s", "--outage", "3s@4s:host1", "--congestion", "cubic", "--host", "1.delay=9ms"]
+    words += ["--group", "near=0-2", "--group", "far=3", "--between", "1gbit", "--between", "far.loss=3%"]
+    call("lab", *words, "--between", "delay=5ms", "--", "true")
+    spec = "hosts=4,delay=3ms,jitter=1ms,loss=1%,burst=8,reorder=2%,seed=7,outage=1s@2s+3s@4s:host1,congestion=cubic"
+    spec += ",host1.delay=9ms,group.near=0-2,group.far=3,between=1gbit,between.far.loss=3%,between.delay=5ms"
+    assert given[1:] == [Topology.parse(spec)]
 
 
 def test_report_hands_every_option_on(reached: dict[str, Any], tmp_path: Path) -> None:

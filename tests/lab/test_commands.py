@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from gradwire.tools.lab import Topology, network
+from gradwire.tools.lab import LabError, Topology, iproute
 from gradwire.tools.lab.command import environment
 from gradwire.tools.lab.network import Network
 
@@ -22,8 +23,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
         return ""
 
-    monkeypatch.setattr(network, "_run", run)
-    monkeypatch.setattr(network.subprocess, "run", lambda words, **_: found.append(" ".join(words)))
+    monkeypatch.setattr(iproute, "run", run)
+    monkeypatch.setattr(iproute.subprocess, "run", lambda words, **_: found.append(" ".join(words)))
+    monkeypatch.setattr(iproute, "tcp_settings", lambda namespace: {"tcp_rmem": "4 5 6", "tcp_wmem": "4 5 99999999"})
     return found
 
 
@@ -68,12 +70,66 @@ def test_groups_have_switches_whose_links_are_limited(said: list[str]) -> None:
 
 
 def test_a_delay_acts_on_what_a_host_sends_and_the_rate_lies_within(said: list[str]) -> None:
-    Network("gw", Topology.parse("hosts=2,bandwidth=1gbit,delay=5ms")).build()
-    delays = [line for line in said if "netem" in line]
+    lab = Network("gw", Topology.parse("hosts=2,bandwidth=1gbit,delay=5ms"))
+    lab.build()
+    assert lab.emulator == "netem"
+    delays = [line for line in said if "netem" in line and " lo " not in line]
     assert delays == [
-        f"tc -n gw-h{host} qdisc add dev eth0 root handle 1: netem delay 5ms limit 100000" for host in range(2)
+        f"tc -n gw-h{host} qdisc add dev eth0 root handle 1: netem limit 100000 delay 5ms" for host in range(2)
     ]
+    assert not any("gso_max_segs" in line for line in said)
     assert "tc -n gw-h0 qdisc add dev eth0 parent 1: tbf rate 1000000000bit burst 125000 latency 50ms" in said
+
+
+def test_netem_loses_single_frames_of_hosts_and_groups_by_the_same_chain(said: list[str]) -> None:
+    text = "hosts=4,groups=2,delay=5ms,reorder=2%,host1.loss=1%,host1.burst=8,between.loss=10%"
+    Network("gw", Topology.parse(text)).build("netem")
+    found = {line.split()[2]: line.partition(" netem ")[2] for line in said if " handle 1: " in line}
+    usual = "limit 100000 delay 5ms reorder 2%"
+    assert found == {
+        "gw-h0": usual,
+        "gw-h1": f"{usual} loss gemodel 0.126263% 12.5%",
+        "gw-h2": usual,
+        "gw-h3": usual,
+        "gw-s0": "limit 100000 loss gemodel 10% 90%",
+        "gw-s1": "limit 100000 loss gemodel 10% 90%",
+    }
+    assert [f"ip -n gw-h{h} -batch -: link set eth0 gso_max_segs 1" in said for h in range(4)] == [True] * 4
+
+
+def test_buffers_of_tcp_grow_with_impaired_links_only(said: list[str]) -> None:
+    Network("gw", Topology.parse("hosts=2,bandwidth=1gbit")).build()
+    assert not any("tcp_" in line for line in said)
+    # Twice 1 Gbit/s for 400 ms.
+    Network("gw", Topology.parse("hosts=2,delay=400ms")).build("netem")
+    written = [line for line in said if "tcp_" in line]
+    assert [line.split()[3] for line in written] == ["gw-h0", "gw-h1"]
+    assert all("'4 5 200000000' > /proc/sys/net/ipv4/tcp_rmem" in line.replace("\n", " ") for line in written)
+
+
+def test_the_congestion_control_is_the_routes(said: list[str]) -> None:
+    lab = Network("gw", Topology.parse(f"hosts=2,congestion={iproute.available_congestion().split()[0]}"))
+    lab.build()
+    name = lab.topology.congestion
+    route = "route change 10.77.0.0/16 dev eth0 proto kernel scope link src"
+    assert [line for line in said if "congctl" in line] == [
+        f"ip -n gw-h{host} -batch -: {route} 10.77.0.{host + 1} congctl {name}" for host in range(2)
+    ]
+    assert lab.describe()["tcp_congestion_control"] == name
+
+
+@pytest.mark.parametrize(
+    ("text", "emulator", "message"),
+    [
+        ("delay=5ms", "veth", "only limit rates"),
+        ("delay=5ms,jitter=1ms", "netem", "its jitter reorders frames: use the relay"),
+        ("outage=1s@5s", "netem", "netem has no outages"),
+        ("hosts=2,congestion=nosuch", None, "congestion=nosuch: this kernel has"),
+    ],
+)
+def test_what_an_emulator_cannot_do_is_refused(text: str, emulator: Any, message: str, said: list[str]) -> None:
+    with pytest.raises(LabError, match=message):
+        Network("gw", Topology.parse(text)).build(emulator)
 
 
 def test_another_bandwidth_replaces_the_limits_of_all_without_their_own(said: list[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from lab_help import NEEDS_LAB, limit, on_host, program, spaces
 
 from gradwire.errors import BackendError
-from gradwire.tools.lab import Counters, LabError, Network, Topology, network, open_network
+from gradwire.tools.lab import Counters, Network, Topology, open_network
 
 PORT = 7001
 MEGABYTE = 1_000_000
@@ -135,28 +135,3 @@ class TestNetwork:
                 process.kill()
                 process.communicate()
         assert fast > 4 * slow
-
-    def test_a_delay_without_netem_is_refused_and_nothing_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        names = []
-
-        class Noted(network.Claim):
-            def __init__(self) -> None:
-                super().__init__()
-                names.append(self.name)
-
-        monkeypatch.setattr(network, "Claim", Noted)
-        told = ""
-        try:
-            with open_network(Topology.parse("hosts=2,bandwidth=10mbit,delay=5ms")) as lab:
-                words = ["tc", "-n", lab.namespace(0), "qdisc", "show", "dev", "eth0"]
-                shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-                assert "netem" in shown
-                assert "delay 5ms" in shown
-                assert limit(lab.namespace(0), "eth0") == 1e7
-        except LabError as refused:
-            told = str(refused)
-        if told:
-            assert "this kernel has no netem, which a delay needs" in told
-            assert told.endswith("leave the delay out, or load sch_netem")
-        (name,) = names
-        assert spaces(name) == []

@@ -7,17 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gradwire.tools.lab.network import Claim, dead_labs
+from gradwire.tools.lab.locks import Claim, dead_labs
 
 CLAIM = """
 import sys, time
 from pathlib import Path
-from gradwire.tools.lab.network import Claim
+from gradwire.tools.lab.locks import Claim
 claim = Claim(Path(sys.argv[1]))
 print(claim.name, flush=True)
 time.sleep(600)
 """
-DEAD = "import sys; from pathlib import Path; from gradwire.tools.lab.network import dead_labs; "
+DEAD = "import sys; from pathlib import Path; from gradwire.tools.lab.locks import dead_labs; "
 DEAD += "print(*dead_labs(Path(sys.argv[1])))"
 
 

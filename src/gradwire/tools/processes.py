@@ -184,7 +184,7 @@ def _become(child: Mapping[str, Any], others: Sequence[int], module: Any) -> Non
             os.close(fd)
         os.environ.update(child["variables"])
         if child["namespace"] is not None:
-            _enter(child["namespace"])
+            enter_namespace(child["namespace"])
         module.main()
         code = 0
     except SystemExit as leaving:
@@ -198,7 +198,8 @@ def _become(child: Mapping[str, Any], others: Sequence[int], module: Any) -> Non
         os._exit(code)
 
 
-def _enter(namespace: str) -> None:
+def enter_namespace(namespace: str) -> None:
+    """Move this process into a network namespace, given its path."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(namespace) as place:
         if libc.setns(place.fileno(), CLONE_NEWNET) != 0:

@@ -95,7 +95,7 @@ def cases_of(
                 Observation(
                     timeline,
                     exchanges[key],
-                    LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=topology.delay_s),
+                    LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=topology.delay_s(0, 1)),
                     Load(ranks=row["hosts"], cores=row["cores"]),
                     row["step_time_s"],
                 ),

@@ -23,6 +23,7 @@ import torch
 from gradwire.tools.bench.compute import COMPUTE_KINDS, TURNS, steps_of_budget, steps_of_cell
 from gradwire.tools.bench.device_kernels import check_cuda
 from gradwire.tools.bench.models import bench_model
+from gradwire.tools.bench.network_row import Watch, bytes_agree, network_fields
 from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, Ranks, open_ranks
 from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
 from gradwire.tools.experiments.errors import UsageError
@@ -32,8 +33,6 @@ from gradwire.tools.lab import Network, Rate, Topology, format_rate, open_networ
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
 CHOOSING = ("gradwire auto", "gradwire Auto(")
-BYTES_TOLERANCE = 0.05
-"""Largest relative difference between the bytes that the library and the interfaces count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,8 @@ class StepGrid:
         for topology in self.topologies:
             if topology.hosts < 2:
                 raise UsageError("1 host exchanges nothing: use at least 2")
-            if self.loopback and topology.bandwidth is not None:
-                raise UsageError("--loopback has no links to limit: leave the bandwidth out")
+            if self.loopback and (topology.bandwidth is not None or topology.impaired):
+                raise UsageError("--loopback has no links to limit: leave the bandwidth out, and delay and loss")
 
     def families(self) -> Iterator[tuple[str, list[Topology]]]:
         """Yield each model with the clusters that differ only in bandwidth, the slowest last."""
@@ -195,6 +194,8 @@ class Cell:
         else:
             counts = steps_of_cell(step_s, self.grid.cell_budget_s - (self.clock() - began_s))
         self.ranks.ask("forget_timeline", variant=COMPUTE)
+        if self.network is not None and self.topology.outages:
+            self.network.restart_outages()
         samples: dict[str, list[Row]] = {name: [] for name in variants}
         timeline = self.timeline
         with contextlib.suppress(OutOfTimeError):
@@ -239,10 +240,9 @@ class Cell:
         return step_s
 
     def _turn(self, name: str, steps: int) -> Row:
-        before = self.network.counters() if self.network else []
+        watch = Watch(self.network, self.topology) if self.network else None
         answers = self.ranks.ask("steps", variant=name, count=steps)
-        after = self.network.counters() if self.network else []
-        moved = [b.since(a).sent_payload_bytes for a, b in zip(before, after)]
+        moved = watch.moved() if watch else None
         counted = [a["counted"]["sent_bytes"] for a in answers if a["counted"]]
         return {
             # An exchange keeps ranks in step, so the mean is the step's time; without one, the slowest rank counts.
@@ -250,8 +250,7 @@ class Cell:
                 (max if name == COMPUTE else fmean)(column) for column in zip(*[a["times_s"] for a in answers])
             ],
             "cpu_s": sum(a["cpu_s"] for a in answers),
-            "interface_bytes": sum(moved) if moved else None,
-            "interface_bytes_most": max(moved) if moved else None,
+            "moved": moved,
             "library_bytes": sum(counted) if counted else None,
             "steps": steps,
             **{k: fmean(a["counted"].get(k, 0.0) for a in answers) for k in ("encode_s", "wire_s", "decode_s")},
@@ -263,7 +262,9 @@ class Cell:
         dense = dense_wire_bytes(name, self.numel, hosts)
         library = turns[0]["library_bytes"]
         sent = dense if library is None else sum(t["library_bytes"] for t in turns) / steps / hosts
-        moved = sum(t["interface_bytes"] for t in turns) / steps / hosts if self.network else None
+        passed = [turn["moved"] for turn in turns if turn["moved"]]
+        moved = sum(m.bytes for m in passed) / steps / hosts if self.network else None
+        again = sum(m.again for m in passed) / steps / hosts
         most = max(sent or 0.0, moved or 0.0)
         slowest = _slowest(self.topology)
         floor_s = max(compute_s, 8 * (most if sent is None else sent) / slowest if slowest else 0.0)
@@ -288,7 +289,8 @@ class Cell:
             "sent_bytes_per_step": sent,
             "interface_bytes_per_step": moved,
             "interface_over_library": gap,
-            "bytes_agree": None if gap is None else abs(gap) <= BYTES_TOLERANCE,
+            "bytes_agree": None if gap is None or not sent else bytes_agree(gap, sent, again),
+            **network_fields(self.network, passed, steps, hosts),
             "cpu_s_per_step": sum(t["cpu_s"] for t in turns) / steps,
             **{f"{k[:-2]}_s_per_step": sum(t[k] for t in turns) / steps for k in ("encode_s", "wire_s", "decode_s")},
             "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

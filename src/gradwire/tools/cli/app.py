@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,19 +68,36 @@ def lab(
     ] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(metavar="N=RATE", help="One host's own link: 2=10mbit, or 2=10mbit:100mbit (sends:receives)"),
+        typer.Option(
+            metavar="N=RATE",
+            help="One host's own link: 2=10mbit, 2=10mbit:100mbit (sends:receives) or 2.delay=50ms; repeatable",
+        ),
     ] = None,
-    groups: Annotated[int, typer.Option(help="Switches that the hosts are spread over")] = 1,
-    between: Annotated[str | None, typer.Option(metavar="RATE", help="Of each group's link to the others")] = None,
-    delay: Annotated[
-        str | None, typer.Option(metavar="MS", help="One way, such as 5ms; needs the kernel's netem")
+    groups: Annotated[int, typer.Option(help="Groups that the hosts are spread over, each with one link")] = 1,
+    group: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=HOSTS", help="A group by its hosts: far=4-7; repeatable")
     ] = None,
+    between: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RATE",
+            help="Of each group's link to the others; also delay=20ms, far=10mbit or far.loss=1%; repeatable",
+        ),
+    ] = None,
+    delay: o.Delay = None,
+    jitter: o.Jitter = None,
+    loss: o.Loss = None,
+    burst: o.Burst = None,
+    reorder: o.Reorder = None,
+    outage: o.Outages = None,
+    congestion: o.Congestion = None,
+    seed: Annotated[int, typer.Option(help="Of losses, jitter and reordering")] = 0,
     debug: o.Debug = False,
 ) -> None:
     """Run a command once on each host of an emulated cluster: Linux, root, iproute2.
 
-    Each host is a network namespace on a bridge, with its link limited both ways. The command finds RANK, WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT and Gloo's interface set as torchrun would set them.
+    Each host is a network namespace, with its link limited both ways. The command finds RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT and Gloo's interface set as torchrun would set them.
 
     Example: [cyan]sudo env "PATH=$PATH" gradwire lab --hosts 4 --bandwidth 100mbit -- python train.py[/cyan]
     """
@@ -87,15 +105,26 @@ def lab(
         from gradwire.errors import HyperparameterError
         from gradwire.tools.lab import Topology, open_network, run_command
 
-        parts = [f"hosts={hosts}", f"bandwidth={bandwidth}", f"groups={groups}"]
-        given = {"asymmetric": asymmetric, "between": between, "delay": delay}
+        parts = [f"hosts={hosts}", f"bandwidth={bandwidth}"]
+        # Named groups have a number of their own.
+        parts += [f"groups={groups}"] if groups != 1 or not group else []
+        given = {"asymmetric": asymmetric, "delay": delay, "jitter": jitter, "loss": loss, "burst": burst}
+        given |= {"reorder": reorder, "congestion": congestion, "outage": "+".join(outage or []) or None}
         parts += [f"{key}={value}" for key, value in given.items() if value is not None]
+        parts += [f"seed={seed}"] if seed else []
         parts += [f"host{item}" for item in host or []]
+        parts += [f"group.{item}" for item in group or []]
+        parts += [f"between.{item}" if "=" in item else f"between={item}" for item in between or []]
         for part in parts:
             if "," in part:
                 raise HyperparameterError(f"{part!r}: one value is needed; give each setting by an option of its own")
         with open_network(Topology.parse(",".join(parts))) as network:
-            run_command(network, command)
+            try:
+                run_command(network, command)
+            finally:
+                report = network.report()
+                if report is not None:
+                    print(f"gradwire: {report.describe()}", file=sys.stderr, flush=True)
 
 
 def _run_config(

@@ -8,13 +8,14 @@ from typing import Any
 
 from gradwire.tools.bench.kernels import measure_cuda_kernels, measure_kernels
 from gradwire.tools.bench.models import MODELS
-from gradwire.tools.bench.step import BANDWIDTHS, BYTES_TOLERANCE, HOSTS, StepGrid, compute_of, measure_grid
+from gradwire.tools.bench.network_row import BYTES_TOLERANCE
+from gradwire.tools.bench.step import BANDWIDTHS, HOSTS, StepGrid, compute_of, measure_grid
 from gradwire.tools.bench.timeline import summarise, trace_steps, write_trace
 from gradwire.tools.bench.variants import VARIANTS
 from gradwire.tools.cli.options import StepOptions, TimelineOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_steps, print_timeline
 from gradwire.tools.experiments.errors import RunError, UsageError
-from gradwire.tools.lab import Topology, parse_rate
+from gradwire.tools.lab import Topology
 from gradwire.tools.report.figures import draw_steps, draw_timeline
 
 
@@ -30,12 +31,23 @@ def step(options: StepOptions) -> None:
         if seconds is not None and not seconds > 0:
             raise UsageError(f"{name} {seconds:g}: seconds above 0 are needed")
     if options.lab is not None:
-        if options.hosts or options.bandwidth or options.loopback:
-            raise UsageError("--lab names the whole cluster: leave --hosts, --bandwidth and --loopback out")
+        if options.hosts or options.bandwidth or options.loopback or _impairments(options):
+            raise UsageError(
+                "--lab names the whole cluster: leave --hosts, --bandwidth, --loopback and what its links do out"
+            )
         topologies = [Topology.parse(options.lab)]
     else:
-        rates = [parse_rate(text) for text in options.bandwidth or (("unlimited",) if options.loopback else BANDWIDTHS)]
-        topologies = [Topology(hosts=n, bandwidth=rate) for n in options.hosts or HOSTS for rate in rates]
+        rates = options.bandwidth or (("unlimited",) if options.loopback else BANDWIDTHS)
+        links = [
+            {"delay": delay, "loss": loss} for delay in options.delay or (None,) for loss in options.loss or (None,)
+        ]
+        given = [_impairments(options) | {k: v for k, v in link.items() if v is not None} for link in links]
+        topologies = [
+            Topology.parse(",".join(f"{k}={v}" for k, v in {"hosts": hosts, "bandwidth": rate, **link}.items()))
+            for link in given
+            for hosts in options.hosts or HOSTS
+            for rate in rates
+        ]
     grid = StepGrid(
         models=options.model or list(MODELS),
         topologies=topologies,
@@ -62,6 +74,20 @@ def step(options: StepOptions) -> None:
             f" {100 * BYTES_TOLERANCE:g} %; first: {first['model']}, {first['lab']}, {first['variant']}"
             f" ({100 * first['interface_over_library']:+.1f} %)"
         )
+
+
+def _impairments(options: StepOptions) -> dict[str, str]:
+    """Return the keys of a topology for what the links of all cells do besides limiting rates."""
+    given = {
+        "delay": "".join((options.delay or [])[:1]),
+        "loss": "".join((options.loss or [])[:1]),
+        "jitter": options.jitter,
+        "burst": options.burst,
+        "reorder": options.reorder,
+        "outage": "+".join(options.outage or []),
+        "congestion": options.congestion,
+    }
+    return {key: value for key, value in given.items() if value}
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:

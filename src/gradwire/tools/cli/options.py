@@ -39,6 +39,20 @@ Lab = Annotated[
     typer.Option(metavar="SPEC", help="Emulated cluster (Linux, root), such as hosts=4,bandwidth=100mbit"),
 ]
 Loopback = Annotated[bool, typer.Option("--loopback", help="No emulated cluster, no limits, no root")]
+Delay = Annotated[str | None, _cluster(metavar="MS", help="One way, of what a host sends, such as 20ms")]
+Jitter = Annotated[str | None, _cluster(metavar="MS", help="Each delay differs by up to this much, such as 2ms")]
+Loss = Annotated[str | None, _cluster(metavar="PERCENT", help="Of the frames that a host sends, such as 0.1%")]
+Burst = Annotated[str | None, _cluster(metavar="FRAMES", help="Lost in a row, on average; by default independent")]
+Reorder = Annotated[str | None, _cluster(metavar="PERCENT", help="Of the frames are not delayed: they overtake others")]
+Outages = Annotated[
+    list[str] | None,
+    _cluster(
+        "--outage",
+        metavar="LENGTH@START[:hostN]",
+        help="All links, or one host's, are silent: 10s@60s, 5s@90s:host2; repeatable",
+    ),
+]
+Congestion = Annotated[str | None, _cluster(metavar="NAME", help="TCP's congestion control; by default this machine's")]
 Data = Annotated[str | None, _training(metavar="PATH", help="The data, in its original file format")]
 Seed = Annotated[int, _training(help="Of weights, data order and the method's draws")]
 Out = Annotated[Path | None, _output("--out", "-o", metavar="FOLDER", help="Run folder; by default one under runs/")]
@@ -189,6 +203,17 @@ class StepOptions:
     bandwidth: Annotated[
         list[str] | None, typer.Option(help="Repeatable (50mbit, 100mbit, 1gbit, 5gbit, unlimited)")
     ] = None
+    delay: Annotated[
+        list[str] | None, _cluster(metavar="MS", help="One way, of what a host sends, such as 20ms; repeatable")
+    ] = None
+    loss: Annotated[
+        list[str] | None, _cluster(metavar="PERCENT", help="Of the frames that a host sends, such as 0.1%; repeatable")
+    ] = None
+    jitter: Jitter = None
+    burst: Burst = None
+    reorder: Reorder = None
+    outage: Outages = None
+    congestion: Congestion = None
     variant: Annotated[
         list[str] | None,
         typer.Option(help="compute, 'ddp fp32', 'ddp fp16', 'ddp powersgd', 'gradwire SPEC'; repeatable"),

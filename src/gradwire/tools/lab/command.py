@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import IO
 
-from gradwire.tools.lab.network import INTERFACE, LabError, Network
+from gradwire.tools.lab.iproute import LabError
+from gradwire.tools.lab.network import INTERFACE, Network
 from gradwire.tools.processes import die_with_parent, termination_unwinds
 
 PORT = 29500

@@ -1,32 +1,26 @@
-"""The network of an emulated cluster: build its namespaces, links and limits, read its counters, and remove it.
-
-Every lab holds a lock on a file of its name while its process lives, and the kernel releases the lock however the
-process ends. So a lab whose lock can be taken is dead, and is removed when another one starts.
-"""
+"""The network of an emulated cluster: build its namespaces, links and limits, read its counters, and remove it."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from gradwire.errors import BackendError, GradwireError
-from gradwire.tools.lab.topology import Rate, Topology
+from gradwire.errors import BackendError
+from gradwire.tools.lab import iproute
+from gradwire.tools.lab.impairments import UNIMPAIRED
+from gradwire.tools.lab.iproute import Counters, LabError
+from gradwire.tools.lab.locks import Claim, dead_labs
+from gradwire.tools.lab.quantities import Rate
+from gradwire.tools.lab.relay import Relay, Report
+from gradwire.tools.lab.topology import Topology
 from gradwire.tools.processes import termination_unwinds
-
-FOLDER = Path("/run/gradwire-labs")
-"""Folder in which each living lab holds a lock on a file of its name."""
 
 INTERFACE = "eth0"
 """Name of every host's interface, in its own namespace."""
@@ -34,106 +28,17 @@ INTERFACE = "eth0"
 UPLINK = "uplink"
 """Name of the interface of a group's switch to the others. "up" would be a keyword of iproute2."""
 
-HEADER_BYTES = 66
-"""Bytes of a packet's headers: Ethernet 14, IPv4 20, TCP with time stamps 32."""
+Emulator = Literal["veth", "netem", "relay"]
+"""What moves frames between hosts: pairs of interfaces and bridges, these with netem, or :class:`Relay`."""
 
-BURST_S = 1e-3
-LEAST_BURST_BYTES = 16_384
-QUEUE_S = 0.05
-"""Token bucket: a burst of one millisecond at the rate, and a queue of 50 milliseconds."""
+QUEUE_FRAMES = 10_000
+"""Frames that a host may have sent and the relay not yet read."""
+
+TCP_BYTES = 67_108_864
+USUAL_RATE = 1e9
+"""On impaired links TCP may take this much for a buffer, or twice what is on its way at this rate if that is more."""
 
 KILL_S = 10.0
-
-
-class Claim:
-    """This process's claim to the name of a lab.
-
-    Attributes:
-        name: Unique among the labs of this machine.
-    """
-
-    def __init__(self, folder: Path = FOLDER) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            self.name = f"gw{secrets.token_hex(3)}"
-            self.path = folder / self.name
-            try:
-                # Python opens files so that children do not inherit them: only this process holds the lock.
-                self._file: IO[str] = self.path.open("x")
-            except FileExistsError:
-                continue
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            # Another lab that started between creation and lock may have removed the file as a dead lab's.
-            if self.path.exists():
-                return
-            self._file.close()
-
-    def release(self) -> None:
-        """Give up the name, once nothing of the lab is left."""
-        self.path.unlink(missing_ok=True)
-        self._file.close()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Try to take a lab's lock; yield whether its process is gone."""
-    try:
-        handle = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(handle)
-
-
-def dead_labs(folder: Path = FOLDER) -> Iterator[str]:
-    """Yield the name of each lab whose process is gone; its file is removed when the caller asks for the next.
-
-    The lock is held until then, so that two starting labs do not remove the same one.
-    """
-    for path in sorted(folder.glob("gw*")) if folder.is_dir() else ():
-        with _locked(path) as gone:
-            if gone:
-                yield path.name
-                path.unlink(missing_ok=True)
-
-
-class LabError(GradwireError):
-    """The emulated cluster cannot be built here, or a command on it failed; the message says what to do."""
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Counters of a host's interface since it was made."""
-
-    sent_bytes: int
-    sent_packets: int
-    received_bytes: int
-    received_packets: int
-
-    @property
-    def sent_payload_bytes(self) -> int:
-        """Bytes sent, without the headers of packets."""
-        return self.sent_bytes - HEADER_BYTES * self.sent_packets
-
-    @property
-    def received_payload_bytes(self) -> int:
-        """Bytes received, without the headers of packets."""
-        return self.received_bytes - HEADER_BYTES * self.received_packets
-
-    def since(self, before: Counters) -> Counters:
-        """Return the difference to earlier counters."""
-        return Counters(
-            self.sent_bytes - before.sent_bytes,
-            self.sent_packets - before.sent_packets,
-            self.received_bytes - before.received_bytes,
-            self.received_packets - before.received_packets,
-        )
 
 
 def missing() -> str | None:
@@ -154,10 +59,14 @@ class Network:
     Attributes:
         name: Prefix of every namespace.
         topology: The current topology.
+        emulator: What moves frames between hosts, once the network is built.
+        relay: The relay, if it is the emulator.
     """
 
     def __init__(self, name: str, topology: Topology) -> None:
         self.name, self.topology = name, topology
+        self.emulator: Emulator = "veth"
+        self.relay: Relay | None = None
 
     def namespace(self, host: int) -> str:
         """Return the namespace of a host."""
@@ -178,43 +87,126 @@ class Network:
     def _switch(self, group: int) -> str:
         return f"{self.name}-s{group}"
 
-    def build(self) -> None:
+    @property
+    def _core(self) -> str:
+        return f"{self.name}-c"
+
+    def build(self, emulator: Emulator | None = None) -> None:
         """Make the namespaces, links and limits.
 
+        Args:
+            emulator: None chooses: pairs of interfaces for a topology that only limits rates; else netem, if this
+                kernel has it and it can do what is asked; else the relay.
+
         Raises:
-            LabError: the kernel refused; :func:`remove` takes away what was made so far.
+            LabError: the kernel refused, or ``emulator`` cannot do what the topology asks; :func:`remove` takes away
+                what was made so far.
         """
+        hosts = range(self.topology.hosts)
+        iproute.ip([f"netns add {self.namespace(host)}" for host in hosts])
+        self.emulator = self._choose(emulator)
+        if self.emulator == "relay":
+            self._build_relay()
+        else:
+            self._build_pairs()
+        for host in hosts:
+            self._set_tcp(host)
+        self._limit_all()
+
+    def _choose(self, wanted: Emulator | None) -> Emulator:
         t = self.topology
-        spaces = [self.namespace(h) for h in range(t.hosts)] + [self._switch(g) for g in range(t.groups)]
-        core = f"{self.name}-c"
-        if t.groups > 1:
-            spaces.append(core)
-        _ip([f"netns add {space}" for space in spaces])
+        able = not t.outages and not any(link.jitter_s for link in t.links())
+        if wanted is None:
+            if not t.impaired:
+                return "veth"
+            return "netem" if able and iproute.has_netem(self.namespace(0)) else "relay"
+        if wanted == "veth" and t.impaired:
+            raise LabError("pairs of interfaces only limit rates: use netem or the relay for all else")
+        if wanted == "netem" and not able:
+            raise LabError("netem has no outages, and its jitter reorders frames: use the relay")
+        if wanted == "netem" and not iproute.has_netem(self.namespace(0)):
+            raise LabError("this kernel has no netem: use the relay, or load sch_netem")
+        return wanted
+
+    def _build_pairs(self) -> None:
+        """Connect hosts and switches by pairs of virtual interfaces."""
+        t = self.topology
+        switches = [self._switch(g) for g in range(t.groups)] + ([self._core] if t.groups > 1 else [])
+        iproute.ip([f"netns add {space}" for space in switches])
         pairs = [(self.namespace(h), INTERFACE, self._switch(t.group(h)), f"h{h}") for h in range(t.hosts)]
         if t.groups > 1:
-            pairs += [(self._switch(g), UPLINK, core, f"s{g}") for g in range(t.groups)]
-        _ip([f"link add {a} netns {na} type veth peer name {b} netns {nb}" for na, a, nb, b in pairs])
+            pairs += [(self._switch(g), UPLINK, self._core, f"s{g}") for g in range(t.groups)]
+        iproute.ip([f"link add {a} netns {na} type veth peer name {b} netns {nb}" for na, a, nb, b in pairs])
+        # netem drops what the kernel hands it: frames, if no more than one segment is joined.
+        single = ["gso_max_segs 1"] if any(link.single for link in t.links()) else []
         for host in range(t.hosts):
-            lines = [f"addr add {self.address(host)}/16 dev {INTERFACE}", f"link set {INTERFACE} up", "link set lo up"]
-            _ip(lines, self.namespace(host))
-        switches = [self._switch(g) for g in range(t.groups)] + ([core] if t.groups > 1 else [])
+            lines = [f"link set {INTERFACE} {words}" for words in single]
+            lines += [f"addr add {self.address(host)}/16 dev {INTERFACE}", f"link set {INTERFACE} up", "link set lo up"]
+            iproute.ip(lines, self.namespace(host))
         for switch in switches:
             ports = [a for na, a, _, _ in pairs if na == switch] + [b for _, _, nb, b in pairs if nb == switch]
             lines = ["link add br0 type bridge", "link set br0 up"]
             for port in ports:
                 lines += [f"link set dev {port} master br0", f"link set dev {port} up"]
-            _ip(lines, switch)
-        self._limit_all()
+            iproute.ip(lines, switch)
+
+    def _build_relay(self) -> None:
+        """Let the relay make an interface for each host, and tell each host the others' hardware addresses."""
+        t = self.topology
+        iproute.ip([f"netns add {self._core}"])
+        paths = [self.namespace_path(host) for host in range(t.hosts)]
+        whole = not any(link.single for link in t.links())
+        self.relay = Relay(t, paths, f"/run/netns/{self._core}", INTERFACE, whole)
+        for host in range(t.hosts):
+            lines = [
+                f"link set {INTERFACE} address {_hardware(host)} txqueuelen {QUEUE_FRAMES}",
+                f"addr add {self.address(host)}/16 dev {INTERFACE}",
+                f"link set {INTERFACE} up",
+                "link set lo up",
+            ]
+            lines += [
+                f"neigh replace {self.address(other)} lladdr {_hardware(other)} dev {INTERFACE} nud permanent"
+                for other in range(t.hosts)
+                if other != host
+            ]
+            iproute.ip(lines, self.namespace(host))
+
+    def _set_tcp(self, host: int) -> None:
+        """Set the congestion control of a host's connections, and buffers that hold what is on impaired links."""
+        t, namespace = self.topology, self.namespace(host)
+        if t.congestion is not None:
+            known = iproute.available_congestion()
+            if t.congestion not in known.split():
+                raise LabError(f"congestion={t.congestion}: this kernel has {known}")
+            # A namespace may not choose among all of them, but a route may.
+            route = f"10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {self.address(host)}"
+            iproute.ip([f"route change {route} congctl {t.congestion}"], namespace)
+        if t.impaired:
+            wanted = {}
+            longest_s = max(t.delay_s(a, b) for a in range(t.hosts) for b in range(t.hosts))
+            # Of a buffer, TCP counts half as window.
+            least = max(TCP_BYTES, int(2 * USUAL_RATE / 8 * 2 * longest_s))
+            found = iproute.tcp_settings(namespace)
+            for name in ("tcp_rmem", "tcp_wmem"):
+                low, usual, most = map(int, found[name].split())
+                wanted[name] = f"{low} {usual} {max(most, least)}"
+            iproute.set_tcp(namespace, wanted)
 
     def _limit_all(self) -> None:
         t = self.topology
+        netem = self.emulator == "netem"
         for host in range(t.hosts):
-            _limit(self.namespace(host), INTERFACE, t.send_rate(host), t.delay_s)
-            _limit(self._switch(t.group(host)), f"h{host}", t.receive_rate(host), 0.0)
-        if t.groups > 1:
-            for group in range(t.groups):
-                _limit(self._switch(group), UPLINK, t.between, 0.0)
-                _limit(f"{self.name}-c", f"s{group}", t.between, 0.0)
+            here = t.of_host(host) if netem else UNIMPAIRED
+            iproute.limit(self.namespace(host), INTERFACE, t.send_rate(host), here)
+        if self.relay is not None:
+            self.relay.set_rates(t)
+            return
+        for host in range(t.hosts):
+            iproute.limit(self._switch(t.group(host)), f"h{host}", t.receive_rate(host))
+        for group in range(t.groups) if t.groups > 1 else ():
+            send, receive = t.between_rates(group)
+            iproute.limit(self._switch(group), UPLINK, send, t.of_group(group) if netem else UNIMPAIRED)
+            iproute.limit(self._core, f"s{group}", receive)
 
     def set_bandwidth(self, rate: Rate) -> None:
         """Change the bandwidth of all hosts that have no rate of their own, also while commands run."""
@@ -223,23 +215,59 @@ class Network:
 
     def counters(self) -> list[Counters]:
         """Read the counters of every host's interface."""
-        return [_counted(self.namespace(host), INTERFACE) for host in range(self.topology.hosts)]
+        return [iproute.counted(self.namespace(host), INTERFACE) for host in range(self.topology.hosts)]
 
     def group_counters(self) -> list[Counters]:
         """Read the counters of every group's link to the others; an empty list if there is one group."""
         groups = self.topology.groups
-        return [_counted(self._switch(group), UPLINK) for group in range(groups)] if groups > 1 else []
+        if groups == 1:
+            return []
+        if self.relay is not None:
+            return self.relay.group_counters()
+        return [iproute.counted(self._switch(group), UPLINK) for group in range(groups)]
+
+    def retransmitted(self) -> list[int]:
+        """Return the segments that TCP has sent again on each host."""
+        return [iproute.retransmitted(self.namespace(host)) for host in range(self.topology.hosts)]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what moves frames, and the settings of TCP on the hosts, to be shown with results."""
+        found = {"emulator": self.emulator, **iproute.tcp_settings(self.namespace(0))}
+        return found | ({"tcp_congestion_control": self.topology.congestion} if self.topology.congestion else {})
+
+    def report(self) -> Report | None:
+        """Return what the relay has counted; None without one."""
+        return None if self.relay is None else self.relay.report()
+
+    def restart_outages(self) -> None:
+        """Let the outages count from now instead of from when the network was opened."""
+        if self.relay is not None:
+            self.relay.restart_outages()
+
+    def close(self) -> None:
+        """End the relay."""
+        if self.relay is not None:
+            self.relay.close()
+
+
+def _hardware(host: int) -> str:
+    """Return the hardware address of a host's interface, whose last bytes the relay reads: the number, from 1 on."""
+    return f"02:00:00:00:{(host + 1) >> 8:02x}:{(host + 1) & 255:02x}"
 
 
 @contextlib.contextmanager
-def open_network(topology: Topology) -> Iterator[Network]:
+def open_network(topology: Topology, emulator: Emulator | None = None) -> Iterator[Network]:
     """Build an emulated cluster for the body; afterwards, end all processes on it and remove it.
 
     Clusters of dead processes are removed first; those of living ones are left alone.
 
+    Args:
+        topology: The cluster.
+        emulator: What moves frames between hosts; None chooses, as :meth:`Network.build` says.
+
     Raises:
         BackendError: the platform, root or iproute2 is missing.
-        LabError: the kernel refused, for instance a delay without netem.
+        LabError: the kernel refused.
     """
     problem = missing()
     if problem:
@@ -251,9 +279,10 @@ def open_network(topology: Topology) -> Iterator[Network]:
         claim = Claim()
         network = Network(claim.name, topology)
         try:
-            network.build()
+            network.build(emulator)
             yield network
         finally:
+            network.close()
             remove(claim.name)
             claim.release()
 
@@ -264,54 +293,15 @@ def remove(name: str) -> None:
     Raises:
         LabError: a process does not die, or the kernel refuses.
     """
-    listed = json.loads(_run(["ip", "-j", "netns", "list"]) or "[]")
+    listed = json.loads(iproute.run(["ip", "-j", "netns", "list"]) or "[]")
     spaces = [entry["name"] for entry in listed if entry["name"].startswith(f"{name}-")]
     deadline_s = time.monotonic() + KILL_S
     for space in spaces:
-        while pids := _run(["ip", "netns", "pids", space]).split():
+        while pids := iproute.run(["ip", "netns", "pids", space]).split():
             if time.monotonic() > deadline_s:
                 raise LabError(f"process {pids[0]} of lab {name} does not end: kill it, then ip netns del {space}")
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(0.01)
-    _ip([f"netns del {space}" for space in spaces])
-
-
-def _counted(namespace: str, interface: str) -> Counters:
-    stats = json.loads(_run(["ip", "-n", namespace, "-s", "-j", "link", "show", interface]))[0]["stats64"]
-    return Counters(stats["tx"]["bytes"], stats["tx"]["packets"], stats["rx"]["bytes"], stats["rx"]["packets"])
-
-
-def _limit(namespace: str, interface: str, rate: Rate, delay_s: float) -> None:
-    """Replace the limits on what an interface sends."""
-    tc = ["tc", "-n", namespace, "qdisc"]
-    target = ["dev", interface, "root"]
-    # Deleting fails if nothing was set, which is the wanted state.
-    subprocess.run([*tc, "del", *target], stderr=subprocess.DEVNULL, check=False)
-    if delay_s:
-        try:
-            _run([*tc, "add", *target, "handle", "1:", "netem", "delay", f"{delay_s * 1e3:g}ms", "limit", "100000"])
-        except LabError as error:
-            raise LabError(
-                f"this kernel has no netem, which a delay needs ({error}): leave the delay out, or load sch_netem"
-            ) from None
-        target = ["dev", interface, "parent", "1:"]
-    if rate is not None:
-        burst = max(LEAST_BURST_BYTES, int(rate / 8 * BURST_S))
-        limits = ["rate", f"{rate:.0f}bit", "burst", str(burst), "latency", f"{QUEUE_S * 1e3:.0f}ms"]
-        _run([*tc, "add", *target, "tbf", *limits])
-
-
-def _ip(lines: Sequence[str], namespace: str | None = None) -> None:
-    words = ["ip", *(["-n", namespace] if namespace else []), "-batch", "-"]
-    if lines:
-        _run(words, "\n".join(lines) + "\n")
-
-
-def _run(words: Sequence[str], text: str | None = None) -> str:
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        told = " ".join(done.stderr.split()) or f"code {done.returncode}"
-        raise LabError(f"{' '.join(words[:6])}: {told}")
-    return done.stdout
+    iproute.ip([f"netns del {space}" for space in spaces])

@@ -1,70 +1,56 @@
-"""Topologies of emulated clusters, and their text: ``hosts=4,bandwidth=100mbit``."""
+"""Topologies of emulated clusters, and their text: ``hosts=4,bandwidth=100mbit,delay=20ms``."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
 from gradwire.errors import HyperparameterError
-
-Rate = float | None
-"""Bits per second; None: not limited."""
-
-LEAST, MOST = 8e3, 6e11
-"""Rates that a token bucket can limit to: above, 50 ms at the rate are more bytes than ``tc`` can count."""
-
-_UNITS = {"bit": Decimal(1), "kbit": Decimal(10**3), "mbit": Decimal(10**6), "gbit": Decimal(10**9)}
-# Decimal shifts the point exactly, so that a written rate reads back as the same float.
-_PATTERN = re.compile(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)")
+from gradwire.tools.lab.impairments import UNIMPAIRED, Impairments, Outage
+from gradwire.tools.lab.quantities import (
+    Rate,
+    format_delay,
+    format_rate,
+    format_share,
+    parse_delay,
+    parse_rate,
+    parse_rates,
+    parse_share,
+    plain,
+)
 
 MOST_HOSTS = 200
-KEYS = ("hosts", "bandwidth", "asymmetric", "groups", "between", "delay")
-_HOST = re.compile(r"host(\d+)")
+KEYS = ("hosts", "bandwidth", "asymmetric", "groups", "between", "congestion", "outage", "seed")
 
 
-def parse_rate(text: str) -> Rate:
-    """Read a bandwidth.
-
-    Example:
-        >>> parse_rate("100mbit"), parse_rate("unlimited")
-        (100000000.0, None)
-
-    Raises:
-        HyperparameterError: the text is not a number with the unit bit, kbit, mbit or gbit, or the rate is below 8
-            kbit/s or above 600 Gbit/s.
-    """
-    if text == "unlimited":
+def _parse_burst(text: str) -> float | None:
+    if text == "none":
         return None
-    found = _PATTERN.fullmatch(text.strip().lower())
-    rate = float(Decimal(found[1]) * _UNITS[found[2]]) if found else 0.0
-    if not LEAST <= rate <= MOST:
-        raise HyperparameterError(
-            f"bandwidth {text!r}: a number with bit, kbit, mbit or gbit is needed, such as 100mbit (per second, from"
-            " 8kbit to 600gbit), or unlimited"
-        )
-    return rate
+    if not re.fullmatch(r"\d+(?:\.\d+)?", text):
+        raise HyperparameterError(f"burst {text!r}: a number of frames is needed, such as 8, or none")
+    return float(text)
 
 
-def format_rate(rate: Rate) -> str:
-    """Return a bandwidth as text that :func:`parse_rate` reads back.
-
-    Example:
-        >>> format_rate(2.5e9), format_rate(None)
-        ('2.5gbit', 'unlimited')
-    """
-    if rate is None:
-        return "unlimited"
-    exact = Decimal(repr(float(rate)))
-    unit = next((u for u in ("gbit", "mbit", "kbit") if exact >= _UNITS[u]), "bit")
-    return f"{plain(exact / _UNITS[unit])}{unit}"
+def _format_burst(burst: float | None) -> str:
+    return "none" if burst is None else plain(Decimal(repr(float(burst))))
 
 
-def plain(number: Decimal) -> str:
-    """Return a number as text without exponent or trailing zeros."""
-    text = f"{number:f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+IMPAIRMENTS: Mapping[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
+    "delay": ("delay_s", parse_delay, format_delay),
+    "jitter": ("jitter_s", parse_delay, format_delay),
+    "loss": ("loss", parse_share, format_share),
+    "burst": ("burst", _parse_burst, _format_burst),
+    "reorder": ("reorder", parse_share, format_share),
+}
+"""For each impairment's key, its field, and the functions that read and write its value."""
+
+_KIND = "|".join(IMPAIRMENTS)
+_HOST = re.compile(rf"host(\d+)(?:\.({_KIND}))?")
+_GROUP = re.compile(r"group\.([a-z][a-z0-9_-]*)")
+_BETWEEN = re.compile(rf"between(?:\.(?!(?:{_KIND})$)([a-z0-9_-]+))?(?:\.({_KIND}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +62,21 @@ class Topology:
         bandwidth: Rate of every host's link.
         asymmetric: Rate at which hosts send, if it differs from the rate at which they receive (``bandwidth``).
         overrides: Rates of single hosts, by number: (send, receive).
-        groups: Number of switches over which the hosts are spread evenly, in order; 1: one flat network.
+        groups: Number of groups. Without ``members``, hosts are spread over them evenly, in order, and a group's name
+            is its number; 1: one flat network.
+        members: Hosts of each group, by name.
         between: Rate of each group's link to the other groups.
-        delay_s: Delay in one direction on every host's link; needs the kernel's netem.
+        between_overrides: Rates of single groups' links, by number: (send, receive).
+        impairments: What happens to frames that a host sends.
+        host_impairments: The same for single hosts, by number; those equal to ``impairments`` are left out.
+        between_impairments: What happens to frames that leave a group for another.
+        group_impairments: The same for single groups, by number.
+        outages: Intervals in which links are silent.
+        congestion: TCP's congestion control on the hosts, such as "cubic"; None: this machine's.
+        seed: Seed of losses, jitter and reordering.
 
     Raises:
-        HyperparameterError: a number is out of range.
+        HyperparameterError: a number is out of range, or two settings do not go together.
     """
 
     hosts: int = 4
@@ -89,21 +84,48 @@ class Topology:
     asymmetric: Rate = None
     overrides: dict[int, tuple[Rate, Rate]] = field(default_factory=dict, hash=False)
     groups: int = 1
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     between: Rate = None
-    delay_s: float = 0.0
+    between_overrides: dict[int, tuple[Rate, Rate]] = field(default_factory=dict, hash=False)
+    impairments: Impairments = UNIMPAIRED
+    host_impairments: dict[int, Impairments] = field(default_factory=dict, hash=False)
+    between_impairments: Impairments = UNIMPAIRED
+    group_impairments: dict[int, Impairments] = field(default_factory=dict, hash=False)
+    outages: tuple[Outage, ...] = ()
+    congestion: str | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MOST_HOSTS:
             raise HyperparameterError(f"hosts={self.hosts}: 1 to {MOST_HOSTS} are possible")
-        if self.groups < 1 or self.hosts % self.groups:
-            raise HyperparameterError(f"groups={self.groups}: {self.hosts} hosts cannot be spread over them evenly")
-        if self.between is not None and self.groups == 1:
-            raise HyperparameterError("between=... limits the links between groups: give groups=2 or more too")
-        for host in self.overrides:
+        self._check_groups()
+        if self.groups == 1 and (self.between is not None or self.between_impairments != UNIMPAIRED):
+            raise HyperparameterError("between=... is about the links between groups: give groups=2 or more too")
+        for host in (*self.overrides, *self.host_impairments, *(o.host for o in self.outages if o.host is not None)):
             if not 0 <= host < self.hosts:
                 raise HyperparameterError(f"host{host}: the hosts are 0 to {self.hosts - 1}")
-        if self.delay_s < 0:
-            raise HyperparameterError(f"delay={self.delay_s}: must not be negative")
+        for group in (*self.between_overrides, *self.group_impairments):
+            if not 0 <= group < self.groups or self.groups == 1:
+                raise HyperparameterError(f"between.{group}: the groups are 0 to {self.groups - 1}, if there are two")
+        for name, usual in (("host_impairments", self.impairments), ("group_impairments", self.between_impairments)):
+            own = {number: value for number, value in getattr(self, name).items() if value != usual}
+            object.__setattr__(self, name, own)
+        if self.congestion is not None and not re.fullmatch(r"[a-z0-9_]+", self.congestion):
+            raise HyperparameterError(f"congestion={self.congestion}: a name is needed, such as cubic")
+
+    def _check_groups(self) -> None:
+        if self.members:
+            listed = sorted(host for hosts in self.members.values() for host in hosts)
+            if listed != list(range(self.hosts)):
+                raise HyperparameterError(
+                    f"group.NAME=...: each of the hosts 0 to {self.hosts - 1} must be in one group; in groups are"
+                    f" {', '.join(map(str, listed))}"
+                )
+            if self.groups not in (1, len(self.members)):
+                raise HyperparameterError(f"groups={self.groups}: {len(self.members)} are named; leave groups out")
+            object.__setattr__(self, "groups", len(self.members))
+        elif self.groups < 1 or self.hosts % self.groups:
+            raise HyperparameterError(f"groups={self.groups}: {self.hosts} hosts cannot be spread over them evenly")
 
     def send_rate(self, host: int) -> Rate:
         """Return the rate at which a host may send."""
@@ -115,9 +137,44 @@ class Topology:
         """Return the rate at which a host may receive."""
         return self.overrides[host][1] if host in self.overrides else self.bandwidth
 
+    def between_rates(self, group: int) -> tuple[Rate, Rate]:
+        """Return the rates at which a group may send to the others and receive from them."""
+        return self.between_overrides.get(group, (self.between, self.between))
+
+    def of_host(self, host: int) -> Impairments:
+        """Return what happens to frames that a host sends."""
+        return self.host_impairments.get(host, self.impairments)
+
+    def of_group(self, group: int) -> Impairments:
+        """Return what happens to frames that leave a group for another."""
+        return self.group_impairments.get(group, self.between_impairments)
+
+    def links(self) -> list[Impairments]:
+        """Return the impairments of every host's link, and of every group's if there are several."""
+        groups = range(self.groups) if self.groups > 1 else ()
+        return [*map(self.of_host, range(self.hosts)), *map(self.of_group, groups)]
+
+    @property
+    def impaired(self) -> bool:
+        """Whether links do more than limit a rate."""
+        return bool(self.outages) or any(link != UNIMPAIRED for link in self.links())
+
     def group(self, host: int) -> int:
         """Return the number of a host's group."""
+        for number, hosts in enumerate(self.members.values()):
+            if host in hosts:
+                return number
         return host * self.groups // self.hosts
+
+    def group_names(self) -> list[str]:
+        """Return the names of the groups, by number."""
+        return list(self.members) or [str(number) for number in range(self.groups)]
+
+    def delay_s(self, source: int, target: int) -> float:
+        """Return the seconds that a frame is delayed from one host to another, without jitter."""
+        groups = self.group(source), self.group(target)
+        crossing = self.of_group(groups[0]).delay_s if groups[0] != groups[1] else 0.0
+        return self.of_host(source).delay_s + crossing
 
     def with_bandwidth(self, rate: Rate) -> Topology:
         """Return the cluster with another bandwidth on every host that has no rate of its own."""
@@ -127,68 +184,132 @@ class Topology:
     def parse(cls, text: str) -> Topology:
         """Read ``hosts=4,bandwidth=100mbit,...``, as ``--lab`` takes it.
 
-        Keys: hosts, bandwidth, asymmetric, groups, between, delay (in ms, such as ``delay=5ms``), and ``host2=10mbit``
-        or ``host2=10mbit:100mbit`` (sends:receives) for the rate of a single host.
+        Keys: hosts, bandwidth, asymmetric, groups, between, congestion, seed; the impairments delay and jitter (in ms,
+        such as ``delay=5ms``), loss and reorder (``loss=0.1%``) and burst (frames); ``outage=10s@60s``, several joined
+        by "+". ``host2=10mbit`` or ``host2=10mbit:100mbit`` (sends:receives) is the rate of a single host, and
+        ``host2.delay=50ms`` its impairment. ``group.far=4-7`` names a group of hosts, several ranges joined by "+";
+        ``between.delay=20ms``, ``between.far=10mbit`` and ``between.far.loss=1%`` are about the groups' links.
 
         Raises:
             HyperparameterError: the text is empty, a key is unknown or given twice, or a value is wrong.
         """
         if not text.strip(" ,"):
             raise HyperparameterError("an empty lab: name at least hosts=N, such as hosts=4,bandwidth=100mbit")
-        fields: dict[str, Any] = {}
-        overrides: dict[int, tuple[Rate, Rate]] = {}
-        seen: set[str] = set()
+        given: dict[str, str] = {}
         for part in filter(None, text.split(",")):
             key, equals, value = (piece.strip() for piece in part.partition("="))
-            host = _HOST.fullmatch(key)
-            if not equals or not value or (key not in KEYS and not host):
+            known = key in KEYS or key in IMPAIRMENTS or any(p.fullmatch(key) for p in (_HOST, _GROUP, _BETWEEN))
+            if not equals or not value or not known:
                 raise HyperparameterError(
-                    f"lab {part!r}: KEY=VALUE is needed, with one of {', '.join(KEYS)}, host0, host1, ..."
+                    f"lab {part!r}: KEY=VALUE is needed, with one of {', '.join((*KEYS, *IMPAIRMENTS))}, host0, host1,"
+                    " ..., host0.delay, ..., group.NAME, between.delay, ..., between.NAME"
                 )
-            name = f"host{int(host[1])}" if host else key
-            if name in seen:
+            name = re.sub(r"^host0*(?=\d)", "host", key)
+            if name in given:
                 raise HyperparameterError(f"lab {text!r}: {name} is given twice")
-            seen.add(name)
-            if host:
-                send, _, receive = value.partition(":")
-                overrides[int(host[1])] = (parse_rate(send), parse_rate(receive or send))
-            elif key in ("hosts", "groups"):
-                fields[key] = _whole(key, value)
-            elif key == "delay":
-                fields["delay_s"] = parse_delay(value)
-            else:
-                fields[key] = parse_rate(value)
-        if "asymmetric" in fields and fields["asymmetric"] is None:
-            raise HyperparameterError(
-                "asymmetric=unlimited: a rate is needed; give hosts that may send without limit a link of their own,"
-                " such as host0=unlimited:100mbit"
-            )
-        return cls(**fields, overrides=overrides)
+            given[name] = value
+        return cls(**_fields(given))
 
     def spec(self) -> str:
         """Return the cluster as text that :meth:`parse` reads back."""
-        parts = [f"hosts={self.hosts}", f"bandwidth={format_rate(self.bandwidth)}"]
+        return ",".join(self._parts())
+
+    def _parts(self) -> Iterator[str]:
+        yield f"hosts={self.hosts}"
+        yield f"bandwidth={format_rate(self.bandwidth)}"
         if self.asymmetric is not None:
-            parts.append(f"asymmetric={format_rate(self.asymmetric)}")
+            yield f"asymmetric={format_rate(self.asymmetric)}"
         for host, (send, receive) in sorted(self.overrides.items()):
-            parts.append(f"host{host}={format_rate(send)}:{format_rate(receive)}")
+            yield f"host{host}={format_rate(send)}:{format_rate(receive)}"
+        for name, hosts in self.members.items():
+            yield f"group.{name}={'+'.join(map(str, hosts))}"
         if self.groups > 1:
-            parts += [f"groups={self.groups}", f"between={format_rate(self.between)}"]
-        if self.delay_s:
-            parts.append(f"delay={plain(Decimal(repr(self.delay_s)) * 1000)}ms")
-        return ",".join(parts)
+            if not self.members:
+                yield f"groups={self.groups}"
+            yield f"between={format_rate(self.between)}"
+        names = self.group_names()
+        for group, (send, receive) in sorted(self.between_overrides.items()):
+            yield f"between.{names[group]}={format_rate(send)}:{format_rate(receive)}"
+        yield from _differences("", self.impairments, UNIMPAIRED)
+        yield from _differences("between.", self.between_impairments, UNIMPAIRED)
+        for host, own in sorted(self.host_impairments.items()):
+            yield from _differences(f"host{host}.", own, self.impairments)
+        for group, own in sorted(self.group_impairments.items()):
+            yield from _differences(f"between.{names[group]}.", own, self.between_impairments)
+        if self.outages:
+            yield f"outage={'+'.join(outage.spec() for outage in self.outages)}"
+        if self.congestion is not None:
+            yield f"congestion={self.congestion}"
+        if self.seed:
+            yield f"seed={self.seed}"
 
 
-def parse_delay(text: str) -> float:
-    """Read a delay such as ``5ms``, and return seconds.
+def _differences(before: str, own: Impairments, usual: Impairments) -> Iterator[str]:
+    for key, (name, _, write) in IMPAIRMENTS.items():
+        if getattr(own, name) != getattr(usual, name):
+            yield f"{before}{key}={write(getattr(own, name))}"
 
-    Raises:
-        HyperparameterError: the text is not a number of milliseconds.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)ms", text.strip())
-    if not found:
-        raise HyperparameterError(f"delay {text!r}: milliseconds are needed, such as 5ms")
-    return float(Decimal(found[1]) / 1000)
+
+def _fields(given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a topology, given the values of keys."""
+    fields: dict[str, Any] = {"overrides": {}, "members": {}, "between_overrides": {}}
+    own: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for key, value in given.items():
+        host, group, between = (p.fullmatch(key) for p in (_HOST, _GROUP, _BETWEEN))
+        if host or between:
+            kind, name, flaw = ("host" if host else "between", *(host or between).groups())  # type: ignore[union-attr]
+            if flaw:
+                where = own.setdefault((kind, name), {})
+                where[IMPAIRMENTS[flaw][0]] = IMPAIRMENTS[flaw][1](value)
+            elif name is None:
+                fields["between"] = parse_rate(value)
+            else:
+                fields["overrides" if host else "between_overrides"][name] = parse_rates(value)
+        elif group:
+            fields["members"][group[1]] = _hosts_of(key, value)
+        elif key in IMPAIRMENTS:
+            own.setdefault(("host", None), {})[IMPAIRMENTS[key][0]] = IMPAIRMENTS[key][1](value)
+        elif key in ("hosts", "groups", "seed"):
+            fields[key] = _whole(key, value)
+        elif key == "outage":
+            fields["outages"] = tuple(map(Outage.parse, value.split("+")))
+        else:
+            fields[key] = value if key == "congestion" else parse_rate(value)
+    if "asymmetric" in fields and fields["asymmetric"] is None:
+        raise HyperparameterError(
+            "asymmetric=unlimited: a rate is needed; give hosts that may send without limit a link of their own,"
+            " such as host0=unlimited:100mbit"
+        )
+    names = list(fields["members"]) or [str(number) for number in range(fields.get("groups", 1))]
+    fields["overrides"] = {int(name): rates for name, rates in fields["overrides"].items()}
+    fields["between_overrides"] = {_number(name, names): rates for name, rates in fields["between_overrides"].items()}
+    for kind, usual, single in (
+        ("host", "impairments", "host_impairments"),
+        ("between", "between_impairments", "group_impairments"),
+    ):
+        fields[usual] = Impairments(**own.pop((kind, None), {}))
+        fields[single] = {
+            int(name) if kind == "host" else _number(name, names): replace(fields[usual], **values)
+            for (kind_of, name), values in own.items()
+            if kind_of == kind and name is not None
+        }
+    return fields
+
+
+def _number(name: str, names: list[str]) -> int:
+    if name not in names:
+        raise HyperparameterError(f"between.{name}: there is no group {name}; the groups are {', '.join(names)}")
+    return names.index(name)
+
+
+def _hosts_of(key: str, value: str) -> tuple[int, ...]:
+    hosts: list[int] = []
+    for part in value.split("+"):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not found:
+            raise HyperparameterError(f"{key}={value}: numbers of hosts are needed, such as 0-3 or 0-2+5")
+        hosts += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return tuple(hosts)
 
 
 def _whole(key: str, value: str) -> int:

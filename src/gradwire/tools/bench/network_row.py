@@ -1,0 +1,95 @@
+"""What a row of the step benchmark says of its network: bytes, segments sent again, and what became of frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.tools.lab import Network, Report, Topology
+
+SEGMENT_BYTES = 1448
+"""The most payload of a TCP segment: an MTU of 1500 bytes without the headers of IPv4 and TCP with time stamps."""
+
+BYTES_TOLERANCE = 0.05
+"""Largest relative difference between the bytes that the library and the interfaces count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What passed the network in some steps.
+
+    Attributes:
+        bytes: Payload that all hosts sent.
+        most_bytes: The same of the host that sent most.
+        again: Segments that TCP sent again, on all hosts.
+        report: What the relay counted, if there is one.
+    """
+
+    bytes: int
+    most_bytes: int
+    again: int = 0
+    report: Report | None = None
+
+
+class Watch:
+    """Counters of a network from now on.
+
+    Args:
+        network: The network.
+        topology: Its topology; segments that TCP sends again are counted if it is impaired.
+    """
+
+    def __init__(self, network: Network, topology: Topology) -> None:
+        self._network, self._impaired = network, topology.impaired
+        self._counters = network.counters()
+        self._again = network.retransmitted() if self._impaired else []
+        self._report = network.report() if self._impaired else None
+
+    def moved(self) -> Moved:
+        """Return what has passed since then."""
+        sent = [b.since(a).sent_payload_bytes for a, b in zip(self._counters, self._network.counters())]
+        if not self._impaired:
+            return Moved(bytes=sum(sent), most_bytes=max(sent))
+        report = self._network.report()
+        return Moved(
+            bytes=sum(sent),
+            most_bytes=max(sent),
+            again=sum(self._network.retransmitted()) - sum(self._again),
+            report=report.since(self._report) if report and self._report else None,
+        )
+
+
+def bytes_agree(gap: float, sent_bytes: float, again: float) -> bool:
+    """Return whether interface and library count the same bytes a host and step.
+
+    Interfaces also count what TCP sends again, at most :data:`SEGMENT_BYTES` a segment.
+
+    Args:
+        gap: The interface's bytes over the library's, minus 1.
+        sent_bytes: The library's bytes, above 0.
+        again: Segments that TCP sent again.
+    """
+    return -BYTES_TOLERANCE <= gap <= BYTES_TOLERANCE + SEGMENT_BYTES * again / sent_bytes
+
+
+def network_fields(network: Network | None, moved: Sequence[Moved], steps: int, hosts: int) -> dict[str, Any]:
+    """Return a row's fields about its network.
+
+    ``emulator`` and TCP's settings; on an impaired network also ``segments_again_per_step`` of a host, and what the
+    relay counted: frames that were read, lost, silenced and overflowed, and how the relay limited them, "" if it did
+    not.
+    """
+    if network is None:
+        return {}
+    fields: dict[str, Any] = dict(network.describe())
+    reports = [m.report for m in moved if m.report is not None]
+    if network.topology.impaired:
+        fields["segments_again_per_step"] = sum(m.again for m in moved) / steps / hosts
+    if reports:
+        whole = Report.together(reports)
+        for name in ("read", "lost", "silenced", "overflowed"):
+            fields[f"{name}_frames"] = getattr(whole, f"{name}_frames")
+        fields["percentile_99_late_s"] = whole.percentile_99_late_s
+        fields["relay_limits"] = "; ".join(whole.limits())
+    return fields
