@@ -85,7 +85,7 @@ def test_blocks_are_what_edges_and_words_tell_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("halo", "model"), [("fp32", "gcn"), (VARCO, "gcn"), (CDFGNN, "gcn"), (ADAPTIVE, "gcn")]
+    ("halo", "model"), [("fp32", "gcn"), (VARCO, "gcn"), (CDFGNN, "gcn"), (ADAPTIVE, "gcn"), (CDFGNN, "sage")]
 )
 def test_two_halves_make_the_whole(tmp_path: Path, listener: Listener, halo: str, model: str) -> None:
     settings = plan(halo, model=model)
@@ -97,7 +97,7 @@ def test_two_halves_make_the_whole(tmp_path: Path, listener: Listener, halo: str
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("halo", "model"), [("fp32", "gat"), (VARCO, "gcn"), (CDFGNN, "gcn"), (ADAPTIVE, "gcn")])
+@pytest.mark.parametrize(("halo", "model"), [("fp32", "gat"), (VARCO, "gcn"), (CDFGNN, "gcn"), (ADAPTIVE, "sage")])
 def test_real_workers_end_in_the_bits_of_simulated_ones(tmp_path: Path, halo: str, model: str) -> None:
     settings, listener = plan(halo, workers=2, model=model), Listener()
     settings = replace(settings, method="QSGDinf(levels=127)")

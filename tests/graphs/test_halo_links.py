@@ -15,7 +15,7 @@ from small_graphs import CLASSES, FEATURES, parts_of, random_graph
 from torch.nn import functional as F
 
 import gradwire as gw
-from gradwire.graphs import GAT, GCN, GraphNetwork, forward_together
+from gradwire.graphs import GAT, GCN, GraphNetwork, GraphSAGE, forward_together
 from ranks import Ranks
 
 WORKERS, STEPS = 3, 4
@@ -31,7 +31,7 @@ SPECS = [
 
 def network(name: str) -> GraphNetwork:
     torch.manual_seed(0)
-    kind = {"gcn": GCN, "gat": GAT}[name]
+    kind = {"gcn": GCN, "gat": GAT, "sage": GraphSAGE}[name]
     return kind(FEATURES, CLASSES, width=8, layers=2)
 
 
@@ -79,7 +79,7 @@ def simulated(name: str, spec: str) -> tuple[list[list[torch.Tensor]], gw.Simula
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["gcn", "gat"])
+@pytest.mark.parametrize("name", ["gcn", "gat", "sage"])
 def test_real_ranks_and_simulated_ones_have_the_same_bits_bytes_and_memory(
     three_ranks: Ranks, name: str, spec: str
 ) -> None:
