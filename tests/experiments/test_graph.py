@@ -22,6 +22,7 @@ from gradwire.tools.experiments.tasks import build
 from gradwire.tools.experiments.tasks.graph import GraphTask, build_graph
 
 CDFGNN = "CDFGNN(tolerance=0.1, values=QSGDinf(levels=7))"
+ADAPTIVE = "CDFGNN(tolerance=0.3, adaptive=True)"
 VARCO = "VARCO(start=16, end=1, slope=2)"
 
 
@@ -83,17 +84,20 @@ def test_blocks_are_what_edges_and_words_tell_of() -> None:
     assert set(graph.features.unique().tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("halo", ["fp32", VARCO, CDFGNN])
-def test_two_halves_make_the_whole(tmp_path: Path, listener: Listener, halo: str) -> None:
-    whole = run.train(plan(halo), listener, folder=tmp_path / "whole")
-    half = run.train(plan(halo), listener, folder=tmp_path / "half", stop_after=3)
+@pytest.mark.parametrize(
+    ("halo", "model"), [("fp32", "gcn"), (VARCO, "gcn"), (CDFGNN, "gcn"), (ADAPTIVE, "gcn"), (CDFGNN, "sage")]
+)
+def test_two_halves_make_the_whole(tmp_path: Path, listener: Listener, halo: str, model: str) -> None:
+    settings = plan(halo, model=model)
+    whole = run.train(settings, listener, folder=tmp_path / "whole")
+    half = run.train(settings, listener, folder=tmp_path / "half", stop_after=3)
     assert not same(whole, half)
     run.resume(half, listener)
     assert same(whole, half)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("halo", "model"), [("fp32", "gat"), (VARCO, "gcn"), (CDFGNN, "gcn")])
+@pytest.mark.parametrize(("halo", "model"), [("fp32", "gat"), (VARCO, "gcn"), (CDFGNN, "gcn"), (ADAPTIVE, "sage")])
 def test_real_workers_end_in_the_bits_of_simulated_ones(tmp_path: Path, halo: str, model: str) -> None:
     settings, listener = plan(halo, workers=2, model=model), Listener()
     settings = replace(settings, method="QSGDinf(levels=127)")
@@ -106,8 +110,9 @@ def test_real_workers_end_in_the_bits_of_simulated_ones(tmp_path: Path, halo: st
 
 
 @pytest.mark.ranks
-def test_a_real_run_with_caches_resumes_in_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
-    settings, listener = replace(plan(CDFGNN, workers=2), method="QSGDinf(levels=127)"), Listener()
+@pytest.mark.parametrize("halo", [CDFGNN, ADAPTIVE])
+def test_a_real_run_with_caches_resumes_in_the_bits_of_one_that_never_stopped(tmp_path: Path, halo: str) -> None:
+    settings, listener = replace(plan(halo, workers=2), method="QSGDinf(levels=127)"), Listener()
     simulated = run.train(settings, listener, folder=tmp_path / "simulated")
     half = run.train(replace(settings, simulate=False), listener, folder=tmp_path / "half", stop_after=3)
     run.resume(half, listener)

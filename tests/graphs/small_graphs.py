@@ -55,12 +55,13 @@ class Run:
         return forward_together([self.model] * len(self.parts), features, self.parts, self.exchange)
 
     def step(self) -> None:
-        loss = torch.stack(
+        shares = torch.stack(
             [
                 F.cross_entropy(out[p.training], p.labels[p.training], reduction="sum")
                 for out, p in zip(self.logits(), self.parts)
             ]
-        ).sum()
+        )
+        loss = shares.sum()
         self.model.zero_grad()
         (loss / self.parts[0].labelled).backward()
         with torch.no_grad():
@@ -68,7 +69,7 @@ class Run:
                 if parameter.grad is not None:
                     parameter -= self.lr * parameter.grad
         if self.exchange is not None:
-            self.exchange.next_round()
+            self.exchange.next_round(shares.detach().tolist())
         self.losses.append(float(loss.detach()))
 
     def train(self, steps: int) -> Run:

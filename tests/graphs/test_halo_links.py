@@ -15,7 +15,7 @@ from small_graphs import CLASSES, FEATURES, parts_of, random_graph
 from torch.nn import functional as F
 
 import gradwire as gw
-from gradwire.graphs import GAT, GCN, GraphNetwork, forward_together
+from gradwire.graphs import GAT, GCN, GraphNetwork, GraphSAGE, forward_together
 from ranks import Ranks
 
 WORKERS, STEPS = 3, 4
@@ -24,13 +24,14 @@ SPECS = [
     "bf16",
     "VARCO(start=4, end=1, slope=2)",
     "CDFGNN(tolerance=0.2, values=QSGDinf(levels=7))",
+    "CDFGNN(tolerance=0.5, adaptive=True)",
     "isolated",
 ]
 
 
 def network(name: str) -> GraphNetwork:
     torch.manual_seed(0)
-    kind = {"gcn": GCN, "gat": GAT}[name]
+    kind = {"gcn": GCN, "gat": GAT, "sage": GraphSAGE}[name]
     return kind(FEATURES, CLASSES, width=8, layers=2)
 
 
@@ -44,11 +45,12 @@ def real(name: str, spec: str) -> tuple[list[torch.Tensor], gw.Traffic, dict[str
     model, halo = network(name), gw.HaloLink(part.boundary, spec, steps=STEPS, seed=3)
     for _ in range(STEPS):
         model.zero_grad()
-        loss_of(model(part.features, part, halo), part).backward()
+        loss = loss_of(model(part.features, part, halo), part)
+        loss.backward()
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.01 * p.grad  # type: ignore[operator]
-        halo.next_round()
+        halo.next_round(float(loss.detach()))
     before = halo.traffic()
     with torch.no_grad(), halo.evaluation():
         model(part.features, part, halo)
@@ -66,17 +68,18 @@ def simulated(name: str, spec: str) -> tuple[list[list[torch.Tensor]], gw.Simula
         for model in models:
             model.zero_grad()
         found = forward_together(models, [p.features for p in parts], parts, halo)
-        torch.stack([loss_of(out, p) for out, p in zip(found, parts)]).sum().backward()
+        losses = torch.stack([loss_of(out, p) for out, p in zip(found, parts)])
+        losses.sum().backward()
         with torch.no_grad():
             for p in (p for model in models for p in model.parameters()):
                 p -= 0.01 * p.grad  # type: ignore[operator]
-        halo.next_round()
+        halo.next_round(losses.detach().tolist())
     return [[p.detach() for p in model.parameters()] for model in models], halo
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", ["gcn", "gat"])
+@pytest.mark.parametrize("name", ["gcn", "gat", "sage"])
 def test_real_ranks_and_simulated_ones_have_the_same_bits_bytes_and_memory(
     three_ranks: Ranks, name: str, spec: str
 ) -> None:
@@ -90,6 +93,33 @@ def test_real_ranks_and_simulated_ones_have_the_same_bits_bytes_and_memory(
         assert state["rank"].keys() == expected.keys()
         assert all(torch.equal(state["rank"][key], value) for key, value in expected.items())
         assert int(state["global"]["round"]) == STEPS
+        common = halo.state_dict()["global"]
+        assert state["global"].keys() == common.keys()
+        assert all(torch.equal(state["global"][key], value) for key, value in common.items())
+        assert ("losses" in common) == ("adaptive" in spec)
+
+
+def unequal() -> tuple[str, str]:
+    """Give a link that follows the loss no loss, and then another one on each rank."""
+    part = parts_of(random_graph(), WORKERS)[dist.get_rank()]
+    halo = gw.HaloLink(part.boundary, "CDFGNN(adaptive=True)")
+    try:
+        halo.next_round()
+    except gw.IncompatibleError as error:
+        told = str(error)
+    halo.next_round((0.1, 0.2, 0.3)[dist.get_rank()])
+    losses = halo.state_dict()["global"]["losses"]
+    halo.close()
+    return told, losses.numpy().tobytes().hex()
+
+
+@pytest.mark.ranks
+def test_ranks_agree_on_the_bits_of_the_loss(three_ranks: Ranks) -> None:
+    """0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ in their last bit."""
+    answers = three_ranks(unequal)
+    expected = torch.full((2,), 0.1 + 0.2 + 0.3, dtype=torch.float64).numpy().tobytes().hex()
+    assert all("give this worker's loss" in told for told, _ in answers)
+    assert [bits for _, bits in answers] == [expected] * WORKERS
 
 
 def differing(what: str) -> str:

@@ -15,6 +15,7 @@ SPECS = [
     "Halo(compressor=TopK(density=0.1))",
     "VARCO(start=64.0, end=2.0, slope=3.0, steps=100, values=QSGDinf(levels=7))",
     "CDFGNN(tolerance=0.25, values=BF16())",
+    "CDFGNN(tolerance=0.25, adaptive=True, values=BF16())",
     "Isolated()",
 ]
 

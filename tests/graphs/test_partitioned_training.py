@@ -10,11 +10,12 @@ from small_graphs import CLASSES, FEATURES, Run, link_of, parts_of, random_graph
 from torch import nn
 
 import gradwire as gw
-from gradwire.graphs import GAT, GCN, GraphNetwork, extended, forward_together
+from gradwire.graphs import GAT, GCN, GraphNetwork, GraphSAGE, extended, forward_together
 
 NETWORKS: dict[str, Callable[[], GraphNetwork]] = {
     "gcn": lambda: GCN(FEATURES, CLASSES, width=8, layers=3),
     "gat": lambda: GAT(FEATURES, CLASSES, width=8, layers=3, heads=2),
+    "sage": lambda: GraphSAGE(FEATURES, CLASSES, width=8, layers=3),
 }
 
 
@@ -116,6 +117,34 @@ def test_sums_over_edges_are_the_formulas() -> None:
     scores = nn.functional.leaky_relu((z @ layer.from_source[0])[None] + (z @ layer.from_target[0])[:, None], 0.2)
     alpha = scores.masked_fill(~adjacency, -torch.inf).softmax(1)
     torch.testing.assert_close(gat(part.features, part), alpha @ z)
+
+
+def test_means_are_those_of_the_other_nodes_and_zero_where_there_are_none() -> None:
+    graph = random_graph(14, 10)
+    part = whole(graph)
+    torch.manual_seed(0)
+    sage = GraphSAGE(FEATURES, 4, layers=1)
+    neighbours: list[list[int]] = [[] for _ in range(14)]
+    for u, v in graph.edges.T.tolist():
+        if u != v:
+            neighbours[v].append(u)
+    assert any(not found for found in neighbours)
+    means = torch.stack([graph.features[found].mean(0) if found else torch.zeros(FEATURES) for found in neighbours])
+    layer = sage.layers[0]
+    joined = torch.cat([graph.features, means], 1)
+    both = torch.cat([layer.of_own.weight, layer.of_neighbours.weight], 1)
+    torch.testing.assert_close(sage(part.features, part), joined @ both.T)
+
+
+def test_features_of_graphsage_are_sent_as_they_are_and_have_no_gradient() -> None:
+    parts = parts_of(random_graph(), 4)
+    link = link_of(parts)
+    Run(lambda: GraphSAGE(FEATURES, CLASSES, width=8, layers=3), parts, link).train(1)
+    rows = [(int(parts[0].boundary.counts[r].sum()), int(parts[0].boundary.counts[:, r].sum())) for r in range(4)]
+    # Features forward; two hidden layers forward and backward.
+    assert [t.dense_bytes for t in link.traffic()] == [
+        4 * (FEATURES * leaving + 2 * 8 * (leaving + arriving)) for leaving, arriving in rows
+    ]
 
 
 def test_a_worker_without_known_labels_and_one_without_neighbours_take_part() -> None:

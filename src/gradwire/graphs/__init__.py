@@ -3,7 +3,17 @@
 from gradwire.graphs.cdfgnn import CDFGNN
 from gradwire.graphs.halo_method import Halo, HaloMethod, Isolated
 from gradwire.graphs.halo_plan import HaloExchange, HaloPlan, extended
-from gradwire.graphs.models import GAT, GCN, GATLayer, GCNLayer, GraphLayer, GraphNetwork, forward_together
+from gradwire.graphs.models import (
+    GAT,
+    GCN,
+    GATLayer,
+    GCNLayer,
+    GraphLayer,
+    GraphNetwork,
+    GraphSAGE,
+    SAGELayer,
+    forward_together,
+)
 from gradwire.graphs.partition import PARTITIONS, cut_edges, partition
 from gradwire.graphs.specs import HALO_METHODS, halo_method
 from gradwire.graphs.subgraph import Boundary, Graph, Subgraph, subgraphs, symmetrised
@@ -22,11 +32,13 @@ __all__ = [
     "Graph",
     "GraphLayer",
     "GraphNetwork",
+    "GraphSAGE",
     "Halo",
     "HaloExchange",
     "HaloMethod",
     "HaloPlan",
     "Isolated",
+    "SAGELayer",
     "Subgraph",
     "cut_edges",
     "extended",

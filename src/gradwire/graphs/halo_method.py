@@ -10,7 +10,7 @@ import torch
 
 from gradwire.errors import PayloadError
 from gradwire.exchange.method import Method, require
-from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols import Context, Memory
 from gradwire.kernels import Kernels
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.gossip.vector_coder import VectorCoder, check_operator
@@ -82,6 +82,19 @@ class HaloMethod(ABC):
 
         Raises:
             IncompatibleError: the method needs to know it, or cannot work with this one.
+        """
+
+    @property
+    def follows_loss(self) -> bool:
+        """Whether it needs the loss of every step, summed over the workers."""
+        return False
+
+    def follow(self, memory: Memory, loss: float) -> None:  # noqa: B027
+        """Stage the changes that the loss of a step makes in what all workers remember alike.
+
+        Args:
+            memory: State of one worker.
+            loss: Sum of the workers' losses of the step, the same bits on all of them.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gradwire.errors import PayloadError
 from gradwire.exchange.method import check_seed, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, alltoallv
@@ -18,6 +19,11 @@ FORWARD, BACKWARD = 0, 1
 """Directions: rows from their owners, and gradients back to them; the number of the chunk in a payload's header."""
 
 WORDS = ("forward", "backward")
+
+LOSS = 2
+"""Number of the chunk in the header of a payload that tells a worker's loss."""
+
+LOSS_BYTES = 8
 
 
 class HaloExchange(Protocol):
@@ -125,6 +131,30 @@ class HaloPlan:
         total = gradients.new_zeros(own, width)
         for index, rows in zip(self.boundary.leaving, found):
             total.index_add_(0, index, rows)
+        return total
+
+    def agreed_loss(self, context: Context, loss: float) -> Exchange[float]:
+        """Return the sum of all workers' losses, in float64, the same bits on all of them.
+
+        Each worker tells each other one its loss, and all add the losses up in the order of ranks.
+
+        Args:
+            context: ``chunk`` is :data:`LOSS`.
+            loss: Loss of this worker.
+        """
+        mine = torch.tensor([loss], dtype=torch.float64)
+        if context.world_size == 1:
+            return loss
+        bodies = [mine.view(torch.uint8) if to != context.rank else None for to in range(context.world_size)]
+        came = yield from alltoallv(context, self.method.tag, bodies, LOSS_BYTES)
+        total = 0.0
+        for rank, body in enumerate(came):
+            if rank == context.rank:
+                total += loss
+            elif body is None or len(body) != LOSS_BYTES:
+                raise PayloadError(f"payload from {{sender}}: a loss has {LOSS_BYTES} bytes", rank)
+            else:
+                total += float(body.view(torch.float64))
         return total
 
     def _swap(

@@ -96,6 +96,41 @@ class GATLayer(GraphLayer):
         return (found.flatten(1) if self.joined else found.mean(1)) + self.bias
 
 
+class SAGELayer(GraphLayer):
+    r"""A layer of GraphSAGE with the mean aggregator: h_v = b + W_1 x_v + W_2 mean_u x_u over neighbours u of v.
+
+    A node is not a neighbour of its own: its edge to itself is left out. The mean over no neighbours is zero. Rows are
+    exchanged as they come, before both products, so that their gradients come back for every layer except a first one
+    whose features need none.
+
+    The published layer multiplies the concatenation of x_v and the mean by one matrix, which is [W_1, W_2] here. It
+    samples neighbours, and scales each row to a length of one; this layer takes all neighbours and does not scale.
+
+    Reference: W. L. Hamilton, R. Ying, J. Leskovec, "Inductive Representation Learning on Large Graphs", NeurIPS 2017,
+    algorithm 1, with the mean aggregator of section 3.3.
+    """
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.of_own = nn.Linear(features, width, bias=False)
+        self.of_neighbours = nn.Linear(features, width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(width))
+        for linear in (self.of_own, self.of_neighbours):
+            nn.init.xavier_uniform_(linear.weight)
+
+    def transform(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def aggregate(self, rows: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
+        own = len(subgraph.own)
+        # Own rows come first, so that only an edge from a node to itself has the same row at both ends.
+        outer = (subgraph.source != subgraph.target).to(rows.dtype)[:, None]
+        neighbours = _sums(outer, subgraph).clamp(min=1)
+        mean = _sums(rows.index_select(0, subgraph.source) * outer, subgraph) / neighbours
+        out: torch.Tensor = self.of_own(rows[:own]) + self.of_neighbours(mean) + self.bias
+        return out
+
+
 def _sums(messages: torch.Tensor, subgraph: Subgraph) -> torch.Tensor:
     """Add up the messages of the edges that end in each own node, in the order of the edges."""
     zeros = messages.new_zeros(len(subgraph.own), *messages.shape[1:])
@@ -160,6 +195,21 @@ class GCN(GraphNetwork):
     def __init__(self, features: int, classes: int, *, width: int = 64, layers: int = 2) -> None:
         sizes = [features, *[width] * (layers - 1), classes]
         super().__init__([GCNLayer(a, b) for a, b in itertools.pairwise(sizes)])
+
+
+class GraphSAGE(GraphNetwork):
+    """GraphSAGE with the mean aggregator and rectifiers (Hamilton, Ying, Leskovec, NeurIPS 2017).
+
+    Args:
+        features: Number of features of a node.
+        classes: Number of logits.
+        width: Width of the hidden layers.
+        layers: Number of layers, at least 1.
+    """
+
+    def __init__(self, features: int, classes: int, *, width: int = 64, layers: int = 2) -> None:
+        sizes = [features, *[width] * (layers - 1), classes]
+        super().__init__([SAGELayer(a, b) for a, b in itertools.pairwise(sizes)])
 
 
 class GAT(GraphNetwork):

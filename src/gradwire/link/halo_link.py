@@ -16,7 +16,7 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Gauges, Memory, Workspace
 from gradwire.graphs import Boundary, Halo, HaloMethod, HaloPlan, halo_method
-from gradwire.graphs.halo_plan import BACKWARD, FORWARD, WORDS
+from gradwire.graphs.halo_plan import BACKWARD, FORWARD, LOSS, WORDS
 from gradwire.kernels import checksum, get_kernels
 from gradwire.link.handshake import agreement, default_group
 from gradwire.link.side_lane import SideLane
@@ -27,8 +27,8 @@ State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 HALO_BYTES = "halo_bytes"
 """Name of a gauge that every method has: the bytes that a worker sent in a step."""
 
-COUNTS = "boundaries"
-"""Key of the sizes of all boundaries in a state."""
+ROUND, COUNTS = "round", "boundaries"
+"""Keys of the round and of the sizes of all boundaries in a state."""
 
 ROW_BYTES = 4
 """Bytes of a value that is sent in float32."""
@@ -79,8 +79,23 @@ class HaloWorker:
         """Count the gradients of rows sent to their owners, of a width."""
         self.full_bytes += ROW_BYTES * width * int(self.boundary.counts[:, self.boundary.rank].sum())
 
-    def next_round(self) -> None:
-        """End a training step."""
+    def agreed_loss(self, loss: float | None) -> Exchange[float]:
+        """Return the sum of all workers' losses.
+
+        Raises:
+            IncompatibleError: there is no loss.
+        """
+        if loss is None:
+            raise IncompatibleError(
+                f"{self.method!r} follows the loss: give this worker's loss of the step to next_round()"
+            )
+        return self.plan.agreed_loss(self.context(0, LOSS), float(loss))
+
+    def next_round(self, loss: float | None = None) -> None:
+        """End a training step, with the sum of all workers' losses if the method follows it."""
+        if loss is not None:
+            self.method.follow(self.memory, loss)
+            self.memory.commit()
         self.gauges.add(HALO_BYTES, self.meter.sent_bytes - self._counted_bytes, 1)
         self.round, self._counted_bytes = self.round + 1, self.meter.sent_bytes
         self.gauges.end_round(skipped=False)
@@ -99,9 +114,12 @@ class HaloWorker:
         }
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the round, the sizes of all boundaries, and the method's state by "kind/channel"."""
+        """Return the round, the sizes of all boundaries, and the method's state by "kind/channel".
+
+        What the method remembers alike on all workers is beside the round, under ``global``.
+        """
         found = self.memory.state()
-        found["global"] = {"round": torch.tensor(self.round), COUNTS: self.boundary.counts.clone()}
+        found["global"] |= {ROUND: torch.tensor(self.round), COUNTS: self.boundary.counts.clone()}
         return found
 
     def load(self, state: State) -> None:
@@ -111,7 +129,8 @@ class HaloWorker:
             IncompatibleError: it is not such a state, or is one of another partition.
         """
         try:
-            round, counts, own = int(state["global"]["round"]), state["global"][COUNTS], state["rank"]
+            common, own = dict(state["global"]), state["rank"]
+            round, counts = int(common.pop(ROUND)), common.pop(COUNTS)
         except (KeyError, TypeError) as error:
             raise IncompatibleError(f"this is not the state of a halo link: it has no {error}") from error
         if not torch.equal(counts, self.boundary.counts):
@@ -119,7 +138,7 @@ class HaloWorker:
                 "this is the state of another partition: continue with the graph, workers and seed of its training"
             )
         self.round = round
-        self.memory.load({"global": {}, "replicated": {}, "rank": own})
+        self.memory.load({"global": common, "replicated": {}, "rank": own})
 
 
 class HaloLink:
@@ -196,9 +215,22 @@ class HaloLink:
         """Training step, counted from 0."""
         return self._worker.round
 
-    def next_round(self) -> None:
-        """End a training step; call it once a step on all ranks."""
-        self._worker.next_round()
+    def next_round(self, loss: float | None = None) -> None:
+        """End a training step; call it once a step on all ranks.
+
+        Args:
+            loss: Loss of this rank in the step, such that the sum over ranks is the loss of the training or a constant
+                multiple of it. Only methods that follow the loss need it, such as ``CDFGNN(adaptive=True)``; with them
+                the call is collective, and it costs a message of 8 bytes and a header to each other rank.
+
+        Raises:
+            IncompatibleError: the method follows the loss, and there is none.
+            ExchangeError: the exchange of losses failed.
+        """
+        total = None
+        if self.method.follows_loss:
+            total = self._side.run(self._worker.agreed_loss(loss), f"loss of step {self.round}")
+        self._worker.next_round(total)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:

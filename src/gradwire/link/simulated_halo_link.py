@@ -50,10 +50,24 @@ class SimulatedHaloLink:
         """Training step, counted from 0."""
         return self.workers[0].round
 
-    def next_round(self) -> None:
-        """End a training step of all workers."""
-        for worker in self.workers:
-            worker.next_round()
+    def next_round(self, losses: Sequence[float] | None = None) -> None:
+        """End a training step of all workers.
+
+        Args:
+            losses: Loss of each worker; see :meth:`HaloLink.next_round`.
+
+        Raises:
+            IncompatibleError: the method follows the loss, and there is not one for each worker.
+        """
+        totals: Sequence[float | None] = [None] * len(self.workers)
+        if self.method.follows_loss:
+            known = [None] * len(self.workers) if losses is None else losses
+            if len(known) != len(self.workers):
+                raise IncompatibleError(f"{len(self.workers)} workers have as many losses, not {len(known)}")
+            generators = [worker.agreed_loss(loss) for worker, loss in zip(self.workers, known)]
+            totals = simulate_ranks(generators, [worker.meter for worker in self.workers])
+        for worker, total in zip(self.workers, totals):
+            worker.next_round(total)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -91,7 +91,7 @@ class TrainingOptions:
     l1: Annotated[float | None, _training("--l1", help="logreg: strength of l1 |x|_1; 0: off")] = None
     split: Annotated[str | None, _training(help="logreg: label (workers differ as much as they can) or random")] = None
     model: Annotated[
-        str | None, _training(help="text: gru or transformer; cifar10: resnet8 or convnet; graph: gcn or gat")
+        str | None, _training(help="text: gru or transformer; cifar10: resnet8 or convnet; graph: gcn, gat or sage")
     ] = None
     crop: Annotated[int | None, _training(help="cifar10: height and width of crops, such as 24; 0: shifts")] = None
     graph: Annotated[str | None, _training("--graph", help="graph: digits or sbm")] = None

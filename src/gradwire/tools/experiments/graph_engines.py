@@ -93,7 +93,7 @@ class GraphEngine(HaloEngine, DistributedEngine):
             if self.halo.error is not None:
                 raise self.halo.error from error
             raise
-        self.halo.next_round()
+        self.halo.next_round(loss)
         return loss
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class SimulatedGraphEngine(HaloEngine, SimulatedEngine):
         for worker, parameters in enumerate(own):
             self._fill(worker, [next(gradients) for _ in parameters], decay)
         self.link.scatter_(self.link.reduce_(self.matrix))
-        self.halo.next_round()
+        self.halo.next_round(losses.detach().tolist())
         return float(losses.detach().mean())
 
     def _logits(self) -> Sequence[Tensor]:

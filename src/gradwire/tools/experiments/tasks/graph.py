@@ -16,6 +16,7 @@ from gradwire.graphs import (
     GCN,
     PARTITIONS,
     Graph,
+    GraphSAGE,
     HaloMethod,
     Subgraph,
     halo_method,
@@ -29,7 +30,7 @@ from gradwire.tools.experiments.tasks.base import Source, Task
 
 WIDTH = 64
 HALO_BYTES = "halo_bytes"
-MODELS: dict[str, Callable[..., nn.Module]] = {"gcn": GCN, "gat": GAT}
+MODELS: dict[str, Callable[..., nn.Module]] = {"gcn": GCN, "gat": GAT, "sage": GraphSAGE}
 
 NEIGHBOURS = 8
 """Nearest images that each image is joined to, in ``digits``."""
@@ -111,7 +112,7 @@ class GraphTask(Task):
     Attributes:
         graph: "digits" (scikit-learn's images, each joined to its eight nearest; two labels a class are known) or "sbm"
             (a stochastic block model with a bag of words a node; twenty labels a class).
-        model: "gcn" or "gat", both of width 64.
+        model: "gcn", "gat" or "sage" (GraphSAGE with the mean aggregator), each of width 64.
         layers: Number of graph layers.
         partition: "random", "greedy" or "contiguous", see :func:`gradwire.graphs.partition`.
         halo: Spec of the method for the halo, see :func:`gradwire.graphs.halo_method`.
