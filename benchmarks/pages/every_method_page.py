@@ -75,7 +75,7 @@ def every_method() -> list[str]:
         codec = row["encode_s_per_step"] + row["decode_s_per_step"]
         sent = (row["sent_bytes_per_step"] or 0) / 1e6
         lines.append(f"| {variant}{took} | {sent:.2f} | {ms(codec) if codec else '-'} | " + " | ".join(shown) + " |")
-    return [*lines, "", *races(cells), *why_coders_miss(slowest)]
+    return [*lines, "", *(races(cells) if len(cells) > 1 else []), *why_coders_miss(slowest)]
 
 
 def races(cells: dict[float, Cell]) -> list[str]:
