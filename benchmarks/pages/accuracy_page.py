@@ -211,7 +211,8 @@ def places_lines(task: str) -> list[str]:
 
 def rule_lines(rows: Sequence[Row], known: dict[str, Row]) -> list[str]:
     """Say up to which wait momentum after the exchange loses nothing, and from which on it does."""
-    kept, lost = [], []
+    kept: list[tuple[float, Row]] = []
+    lost: list[tuple[float, Row]] = []
     for row in rows:
         expected = known.get(plain(row["method"]), {}).get("expected_wait")
         places = [_lowest(row, place) for place in PLACES]

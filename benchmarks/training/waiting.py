@@ -68,7 +68,8 @@ class Watched(SimulatedEngine):
         own = sum(float(e.square().sum()) for e in held[0].values())
         sent = sum(rows[name]["sent_norm"] ** 2 for name in names)
         means = sum(float(torch.stack([h[key] for h in held]).mean(0).square().sum()) for key in held[0])
-        update = sum(float(p.grad.double().square().sum()) for p in self.model.parameters() if p.numel() >= 1024)
+        gradients = [p.grad for p in self.model.parameters() if p.numel() >= 1024 and p.grad is not None]
+        update = sum(float(g.double().square().sum()) for g in gradients)
         return own / sent, means / update
 
 
