@@ -11,6 +11,9 @@ __all__ = ["measured"]
 
 FULL = "full"
 
+FURTHER = {"adaptive": "Measured: adaptive tolerances", "large": "Measured: a graph of 100000 nodes"}
+"""Titles of the sections with results of their own, by table of the program."""
+
 
 def _key(row: Row) -> tuple[str, str, str, int, int]:
     return row["graph"], row["model"], row["partition"], row["workers"], row["steps"]
@@ -66,6 +69,16 @@ def measured(found: dict[str, Any] | None = None) -> str:
     found = found or result("training/graph")
     if found is None:
         return ""
+    lines = ["## Measured", *_section(found, "main", "graph")]
+    for table, title in FURTHER.items():
+        more = result(f"training/graph_{table}")
+        if more is not None:
+            lines += ["", f"## {title}", *_section(more, table, f"graph_{table}")]
+    return "\n".join(lines)
+
+
+def _section(found: dict[str, Any], table: str, name: str) -> list[str]:
+    """Return what ran, and a table for each set-up."""
     groups: dict[tuple[str, str, str, int, int], list[Row]] = {}
     for row in found["rows"]:
         groups.setdefault(_key(row), []).append(row)
@@ -74,10 +87,14 @@ def measured(found: dict[str, Any] | None = None) -> str:
         f"`{name}` {100 * row['accuracy_mean']:.1f} %" for name, row in sorted(found["perceptron"].items())
     )
     ran = f"{found['cpu']}, {found['cores']} cores; {versions}; {found['date_utc'][:10]}"
+    chosen = {
+        "main": "--work runs/graph",
+        "adaptive": "--table adaptive --work runs/graph-adaptive",
+        "large": f"--table large --seeds {len(found['seeds'])} --work runs/graph-large",
+    }[table]
     lines = [
-        "## Measured",
         "",
-        "`python benchmarks/training/graph.py --work runs/graph --json benchmarks/results/training/graph.json`",
+        f"`python benchmarks/training/graph.py {chosen} --json benchmarks/results/training/{name}.json`",
         "",
         f"{ran}. Simulated workers, three layers "
         "of width 64, Adam at 0.01; accuracy of the last step, evaluated with all "
@@ -86,4 +103,4 @@ def measured(found: dict[str, Any] | None = None) -> str:
     ]
     for rows in groups.values():
         lines += ["", f"### {_title(rows[0])}", "", *_table(rows), *_curves(rows)]
-    return "\n".join(lines)
+    return lines

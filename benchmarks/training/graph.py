@@ -8,6 +8,14 @@ nodes whose labels are unknown, evaluated with full communication. Bytes are tho
 with headers and lengths. Runs that are whole are not repeated, so the script may be stopped and started again; several
 copies of it share the work. ``--collect`` only writes the results. Rows of the result that ``--json`` names stay where
 the work folder has no runs of theirs. ``--further`` trains the set-ups of other models, partitions and workers first.
+
+``--table adaptive`` trains fixed and adaptive tolerances of CDFGNN on digits instead, and ``--table large`` GraphSAGE
+on a generated graph of 100000 nodes, 20 steps, each for a result of its own::
+
+    python benchmarks/training/graph.py --table adaptive --work runs/graph-adaptive \\
+        --json benchmarks/results/training/graph_adaptive.json
+    python benchmarks/training/graph.py --table large --seeds 1 --work runs/graph-large \\
+        --json benchmarks/results/training/graph_large.json
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -49,6 +57,8 @@ HALOS: dict[str, str] = {
     "CDFGNN 0.1, 8 bits": "CDFGNN(tolerance=0.1, values=QSGDinf(levels=127, block_size=64))",
     "CDFGNN 0.1, 4 bits": "CDFGNN(tolerance=0.1, values=QSGDinf(levels=7, block_size=64))",
     "CDFGNN 0.3, 4 bits": "CDFGNN(tolerance=0.3, values=QSGDinf(levels=7, block_size=64))",
+    "CDFGNN 0.1, adaptive": "CDFGNN(tolerance=0.1, adaptive=True)",
+    "CDFGNN 0.3, adaptive": "CDFGNN(tolerance=0.3, adaptive=True)",
 }
 """Specs by the names in the results."""
 LATER = (
@@ -59,6 +69,11 @@ LATER = (
     "CDFGNN 0.1, 4 bits",
 )
 """Trained when all others are."""
+ADAPTIVE = ("CDFGNN 0.1, adaptive", "CDFGNN 0.3, adaptive")
+TOLERANCES = (FULL, "CDFGNN 0.1", "CDFGNN 0.3", *ADAPTIVE)
+"""Of the table of adaptive tolerances."""
+AT_LARGE = (FULL, "VARCO 128 to 1, slope 5", NONE, "fixed 2", "QSGDinf 4 bits")
+"""Of the large graph, those that say most first."""
 OTHERS = (FULL, NONE, "fixed 8", "fixed 128", "VARCO 128 to 1, slope 5", "CDFGNN 0.1, 8 bits")
 """Of the set-ups that only show whether the picture is another."""
 LONGER = (FULL, "VARCO 128 to 1, slope 5", "fixed 2")
@@ -77,12 +92,17 @@ class SetUp:
 
 
 DIGITS, SBM, LONG = (SetUp("digits"),), (SetUp("sbm"),), (SetUp("sbm", steps=5 * STEPS),)
+LARGE = (SetUp("sbm100k", model="sage", steps=20),)
 FURTHER = (
     SetUp("digits", model="gat"),
     SetUp("digits", partition="greedy"),
     SetUp("digits", workers=8),
     SetUp("sbm", workers=8),
 )
+Stage: TypeAlias = tuple[tuple[SetUp, ...], tuple[str, ...]]
+
+BESIDE: dict[str, tuple[SetUp, ...]] = {"main": (*DIGITS, *SBM), "adaptive": DIGITS, "large": LARGE}
+"""The set-ups on whose nodes a perceptron is trained, too, by the name of the table."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +196,13 @@ def perceptron(graph_name: str, steps: int, seed: int) -> float:
 
 def trainings(arguments: argparse.Namespace) -> Iterator[Training]:
     """Yield all trainings, those that say most first."""
-    first = tuple(label for label in HALOS if label not in LATER)
+    first = tuple(label for label in HALOS if label not in (*LATER, *ADAPTIVE))
+    main = ((DIGITS, first), (SBM, OTHERS), (LONG, LONGER), (FURTHER, OTHERS), (SBM, first), (DIGITS + SBM, LATER))
+    own = {"adaptive": (DIGITS, TOLERANCES), "large": (LARGE, AT_LARGE)}
+    tables: dict[str, tuple[Stage, ...]] = {"main": main, **{name: (stage,) for name, stage in own.items()}}
+    stages = sorted(tables[arguments.table], key=lambda stage: arguments.further and stage[0] is not FURTHER)
     found: dict[Training, None] = {}
-    stages = ((DIGITS, first), (SBM, OTHERS), (LONG, LONGER), (FURTHER, OTHERS), (SBM, first), (DIGITS + SBM, LATER))
-    for setups, labels in sorted(stages, key=lambda stage: stage[0] is not FURTHER) if arguments.further else stages:
+    for setups, labels in stages:
         for seed in SEEDS[: arguments.seeds]:
             for setup in setups:
                 found |= {Training(setup, label, seed, arguments.work): None for label in labels}
@@ -239,6 +262,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/graph"))
     parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1))
     parser.add_argument("--further", action="store_true")
+    parser.add_argument("--table", default="main", choices=list(BESIDE))
     parser.add_argument("--collect", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -253,7 +277,7 @@ def main() -> int:
         print(f"{name} {100 * row['accuracy_mean']:.2f}{off} %, {row['halo_bytes'] / 1e6:.1f} MB, {row['seeds']} seeds")
     alone = {
         setup.graph: [perceptron(setup.graph, setup.steps, seed) for seed in SEEDS[: arguments.seeds]]
-        for setup in (*DIGITS, *SBM)
+        for setup in BESIDE[arguments.table]
     }
     beside = {name: {"accuracy_mean": mean(found), "accuracy_std": spread(found)} for name, found in alone.items()}
     print("perceptrons without edges:", {name: f"{100 * row['accuracy_mean']:.2f} %" for name, row in beside.items()})

@@ -1,5 +1,6 @@
 """Full-batch training of graph networks on a partitioned graph: subgraphs, halos, and methods for their rows."""
 
+from gradwire.graphs.block_model import block_model
 from gradwire.graphs.cdfgnn import CDFGNN
 from gradwire.graphs.halo_method import Halo, HaloMethod, Isolated
 from gradwire.graphs.halo_plan import HaloExchange, HaloPlan, extended
@@ -40,6 +41,7 @@ __all__ = [
     "Isolated",
     "SAGELayer",
     "Subgraph",
+    "block_model",
     "cut_edges",
     "extended",
     "forward_together",

@@ -94,7 +94,7 @@ class TrainingOptions:
         str | None, _training(help="text: gru or transformer; cifar10: resnet8 or convnet; graph: gcn, gat or sage")
     ] = None
     crop: Annotated[int | None, _training(help="cifar10: height and width of crops, such as 24; 0: shifts")] = None
-    graph: Annotated[str | None, _training("--graph", help="graph: digits or sbm")] = None
+    graph: Annotated[str | None, _training("--graph", help="graph: digits, sbm or sbm100k")] = None
     layers: Annotated[int | None, _training(help="graph: number of graph layers")] = None
     partition: Annotated[str | None, _training("--partition", help="graph: random, greedy or contiguous")] = None
     halo: Annotated[

@@ -19,6 +19,7 @@ from gradwire.graphs import (
     GraphSAGE,
     HaloMethod,
     Subgraph,
+    block_model,
     halo_method,
     partition,
     subgraphs,
@@ -43,6 +44,8 @@ COMMON, TOPIC = 0.1, 0.15
 """Chance of a word in a node, and how much more likely are words of its block's topic."""
 TOPIC_SHARE = 0.15
 NODES_PER_BLOCK = 20
+LARGE_NODES, LARGE_KNOWN = 100_000, 1000
+"""Nodes of ``sbm100k``, and how many of each block have labels known in training."""
 
 
 def _marks(labels: torch.Tensor, known: int, purpose: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +89,22 @@ def sbm() -> Graph:
     return Graph(edges, words.to(torch.float32), labels, *_marks(labels, NODES_PER_BLOCK, "sbm labels"))
 
 
-GRAPHS = {"digits": digits, "sbm": sbm}
+def sbm100k() -> Graph:
+    """Build a fixed block model of 100000 nodes in 8 blocks, with the edges and words a node of :func:`sbm`."""
+    return block_model(
+        LARGE_NODES,
+        blocks=BLOCKS,
+        inner=INNER,
+        outer=OUTER,
+        words=WORDS,
+        common=COMMON,
+        topic=TOPIC,
+        topic_share=TOPIC_SHARE,
+        known=LARGE_KNOWN,
+    )
+
+
+GRAPHS = {"digits": digits, "sbm": sbm, "sbm100k": sbm100k}
 """The graphs by name."""
 
 
@@ -111,7 +129,8 @@ class GraphTask(Task):
 
     Attributes:
         graph: "digits" (scikit-learn's images, each joined to its eight nearest; two labels a class are known) or "sbm"
-            (a stochastic block model with a bag of words a node; twenty labels a class).
+            (a stochastic block model with a bag of words a node; twenty labels a class) or "sbm100k" (the same with
+            100000 nodes; a thousand labels a class).
         model: "gcn", "gat" or "sage" (GraphSAGE with the mean aggregator), each of width 64.
         layers: Number of graph layers.
         partition: "random", "greedy" or "contiguous", see :func:`gradwire.graphs.partition`.
