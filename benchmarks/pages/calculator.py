@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.results import RESULTS
 from gradwire.exchange.drivers import LocalProfiler, Stage
-from gradwire.exchange.drivers import dry_run as local_profiler
 from gradwire.exchange.drivers.traffic import LARGE_BYTES
 from gradwire.exchange.ops import Op
 from gradwire.exchange.planning import CHUNK_NUMEL, Options, Planner, exchanged
@@ -37,6 +37,9 @@ from gradwire.model.machine import FAR, Machine
 from gradwire.tools.experiments.run_record import hardware, versions
 
 OUT = RESULTS / "pages/calculator.json"
+
+local_profiler = import_module("gradwire.exchange.drivers.dry_run")
+"""The module: as an attribute of its package, the name is that of a function."""
 
 METHODS = (
     "fp16",
@@ -77,11 +80,11 @@ def rows_seen(rows: list[int]) -> Iterator[None]:
         rows.append(row.numel() * row.element_size())
         return original(op)
 
-    local_profiler.large = large
+    local_profiler.large = large  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        local_profiler.large = original
+        local_profiler.large = original  # type: ignore[attr-defined]
 
 
 def play(spec: str, numel: int, workers: int, rounds: int) -> tuple[bool, list[list[tuple[Stage, int]]]]:
@@ -117,11 +120,9 @@ def stage_of(found: Sequence[tuple[Stage, int]], workers: int) -> dict[str, Any]
         return {"work_s": work_s}
     # Of large rows it is not told which operation sends them; all that are small take as many messages.
     told = first.messages // (workers - 1) - 1 if first.kind != "ring" else 0
-    # Those of a ring depend on its bytes: the page counts them like the command.
-    assert first.kind == "ring" or all(stage.delays == first.delays for stage, _ in found)
-    delays = {} if first.kind == "ring" else {"delays": first.delays}
+    # The page counts delays by the same rule, and those of a ring by its bytes.
+    assert first.kind == "ring" or all(stage.delays == 2 * (1 + told) for stage, _ in found)
     return {
-        **delays,
         "work_s": work_s,
         "kind": "all_gather" if first.kind == "pairs" else first.kind,
         "lengths": told,
@@ -163,17 +164,6 @@ def method_of(spec: str, rounds: int) -> dict[str, Any]:
     return found
 
 
-def count_anew(record: dict[str, Any]) -> None:
-    """Count delays anew in a record, and keep what was timed: counts do not depend on the machine."""
-    for known in record["methods"]:
-        for workers, parts in known["workers"].items():
-            _, jobs = play(known["spec"], LENGTHS[0], int(workers), 1)
-            for part, stages in zip(("prepare", "chunk"), jobs):
-                for stage, (counted, _) in zip(parts[part], stages, strict=True):
-                    if stage.get("kind", "ring") != "ring":
-                        stage["delays"] = counted.delays
-
-
 def rounded(value: Any) -> Any:
     """Return numbers of six significant digits: no measurement has more."""
     if isinstance(value, float):
@@ -188,13 +178,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=OUT)
     parser.add_argument("--rounds", type=int, default=7, help="of each codec; the fastest counts")
-    parser.add_argument("--count", action="store_true", help="count delays anew, and keep the times of the file")
     arguments = parser.parse_args(words)
-    if arguments.count:
-        record = json.loads(arguments.json.read_text())
-        count_anew(record)
-        arguments.json.write_text(json.dumps(record, indent=None, separators=(",", ":")) + "\n")
-        return
     predictions = json.loads((RESULTS / "speed/predictions.json").read_text())
     record = {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),

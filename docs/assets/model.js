@@ -91,7 +91,7 @@ const GradwireModel = (() => {
       sentBytes,
       rounds: (large ? others : 1) + stage.lengths,
       messages: others * (1 + stage.lengths),
-      delays: stage.delays,
+      delays: 2 * (1 + stage.lengths), // the request's and the row's, and before them those of its length
     };
   }
 

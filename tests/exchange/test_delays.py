@@ -159,6 +159,13 @@ def test_lanes_run_side_by_side_until_rows_are_large() -> None:
     assert step(3, small, small, lanes=1) == 8
 
 
+def test_each_group_of_a_scope_gives_its_turn_back() -> None:
+    pairs = Scope("pairs", ((0, 1), (2, 3)))
+    # Ranks 2 and 3 receive later than ranks 0 and 1, and so send the next bucket's rows later.
+    late = Listed(hop(2), to_all(LARGE, last=True, scope=pairs))
+    assert [step(4, *[late] * buckets) for buckets in (1, 2)] == [4, 6]
+
+
 def test_a_backend_runs_two_collectives_at_a_time_on_each_lane() -> None:
     cast = Listed(reduced("sum", 1 << 16), asynchronous=True)
     assert [step(2, *[cast] * buckets) for buckets in (1, 4, 5)] == [4, 4, 8]

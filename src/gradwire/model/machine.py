@@ -44,7 +44,7 @@ def connection_rate(delay_s: float, loss: float) -> float:
         return math.inf
     round_trip_s = 2 * delay_s
     reno = math.sqrt(1.5 / loss)
-    cubic = (0.4 * 3.7 / (4 * 0.3)) ** 0.25 * (round_trip_s / loss) ** 0.75
+    cubic = math.pow(0.4 * 3.7 / (4 * 0.3), 0.25) * math.pow(round_trip_s / loss, 0.75)
     return SEGMENT_BYTES * max(reno, cubic) / round_trip_s
 
 

@@ -146,7 +146,7 @@ class _Step:
         # When each slot of a lane is free, and when all earlier jobs have no more rows to send.
         self._free: dict[tuple[int, int], list[Moment]] = {}
         self._turn = self._now = self._start
-        self._gave_back = False
+        self._gave_back: set[int] = set()
 
     def run(self) -> Delays:
         """Run all jobs in the order of their submission, which no job's wait breaks: it waits for earlier ones."""
@@ -172,10 +172,10 @@ class _Step:
         """Run a job of all ranks in the slot of a lane that is free first; its end is in ``_now``."""
         free = {(lane % self._lanes, slot): self._start for slot in range(slots)} | self._free
         slot = min(((lane % self._lanes, slot) for slot in range(slots)), key=lambda key: latest(*free[key]).at)
-        self._now, self._gave_back = [latest(*pair) for pair in zip(began, free[slot])], False
+        self._now, self._gave_back = [latest(*pair) for pair in zip(began, free[slot])], set()
         results = in_lockstep(generators, self._execute) if len(generators) > 1 else self._alone(generators[0])
         self._free[slot] = self._now
-        self._give_back()
+        self._give_back(self._ranks)
         return results
 
     def _alone(self, generator: Exchange[T]) -> list[T]:
@@ -199,13 +199,15 @@ class _Step:
         for rank, moment in zip(ranks, ended):
             self._now[rank] = moment
         if not isinstance(ops[0], Reduce) and ops[0].last and not _inside(ops[0]):
-            self._give_back()
+            self._give_back(ranks)
         return [_reply(op) for op in ops]
 
-    def _give_back(self) -> None:
-        if not self._gave_back:
-            self._turn = [latest(*pair) for pair in zip(self._turn, self._now)]
-            self._gave_back = True
+    def _give_back(self, ranks: Sequence[int]) -> None:
+        """Let later jobs of these ranks send large rows, once a job."""
+        turn = list(self._turn)
+        for rank in set(ranks) - self._gave_back:
+            turn[rank] = latest(turn[rank], self._now[rank])
+        self._turn, self._gave_back = turn, self._gave_back.union(ranks)
 
 
 def _inside(op: Op) -> bool:
