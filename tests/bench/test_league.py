@@ -17,6 +17,7 @@ from benchmarks.lib.league_run import SAMPLES, WORKERS, Plan
 from benchmarks.lib.pairs import Pairs
 from benchmarks.lib.stacked_gpt import Shape, StackedGPT, Text, read_text
 from benchmarks.lib.stacked_optimizers import COEFFICIENTS, Muon, clip_each_, optimizers_of, orthogonalised
+from benchmarks.pages import league_page
 from benchmarks.training import league
 
 pytestmark = pytest.mark.repository
@@ -354,3 +355,30 @@ def test_all_workers_take_nanogpts_twelve_samples() -> None:
     assert WORKERS * SAMPLES == 12
     assert league.LONG == 10 * league.SHORT
     assert league.SHORT % league.EVERY == 0
+
+
+def cell(name: str, mean: float, std: float | None, seeds: int, steps: int = 192) -> dict[str, Any]:
+    return {"name": name, "steps": steps, "loss_mean": mean, "loss_std": std, "seeds": seeds}
+
+
+def test_an_ordering_is_judged_by_the_larger_of_two_spreads() -> None:
+    ahead, as_low = (league_page.Ordering("a", "b", "", ahead=ahead) for ahead in (True, False))
+    narrow = [cell("a", 2.0, 0.01, 3), cell("b", 2.03, 0.01, 3)]
+    verdict = league_page.verdict(ahead, narrow, 192)
+    assert verdict is not None
+    assert verdict == ("reproduced", pytest.approx(-0.03), pytest.approx(0.01 * (2 / 3) ** 0.5))
+    wide = [cell("a", 2.0, 0.05, 3), cell("b", 2.03, 0.01, 3), *(cell(f"{k}", 2.0, 0.001, 3) for k in range(9))]
+    verdict = league_page.verdict(ahead, wide, 192)
+    assert verdict is not None
+    assert verdict[0] == "open"
+    assert verdict[2] == pytest.approx((0.05**2 / 3 + 0.01**2 / 3) ** 0.5)
+    swapped = [cell("a", 2.03, 0.01, 3), cell("b", 2.0, 0.01, 3)]
+    assert [(league_page.verdict(o, swapped, 192) or "")[0] for o in (ahead, as_low)] == ["refuted here", "open"]
+    far = [cell("a", 2.06, 0.01, 3), cell("b", 2.0, 0.01, 3)]
+    assert (league_page.verdict(as_low, far, 192) or "")[0] == "refuted here"
+    equal = [cell("a", 2.0, 0.001, 3), cell("b", 2.0, 0.001, 3)]
+    assert [(league_page.verdict(o, equal, 192) or "")[0] for o in (ahead, as_low)] == ["open", "reproduced"]
+    assert league_page.verdict(ahead, [cell("a", 2.0, None, 1), cell("b", 2.1, None, 1)], 192) is None
+    single = [cell("a", 2.0, None, 1), cell("b", 2.1, None, 1), *(cell(n, 2.0, 0.01, 3, 1920) for n in "ab")]
+    verdict = league_page.verdict(ahead, single, 192)
+    assert verdict == ("reproduced", pytest.approx(-0.1), pytest.approx(0.01 * 2**0.5))
