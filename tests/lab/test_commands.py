@@ -17,13 +17,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what iproute2 would have been told, a command a line."""
     found: list[str] = []
 
-    def run(words: Sequence[str], text: str | None = None) -> str:
+    def call(words: Sequence[str], text: str | None = None) -> str:
         found.extend(
             [" ".join(words)] if text is None else [f"{' '.join(words)}: {line}" for line in text.splitlines()]
         )
         return ""
 
-    monkeypatch.setattr(iproute, "run", run)
+    monkeypatch.setattr(iproute, "call", call)
     monkeypatch.setattr(iproute.subprocess, "run", lambda words, **_: found.append(" ".join(words)))
     monkeypatch.setattr(iproute, "tcp_settings", lambda namespace: {"tcp_rmem": "4 5 6", "tcp_wmem": "4 5 99999999"})
     return found

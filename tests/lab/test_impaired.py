@@ -15,7 +15,7 @@ import pytest
 from lab_help import NEEDS_LAB, limit, on_host, program, spaces, start_lab
 from run_help import alive, wait_for
 
-from gradwire.tools.lab import Emulator, Impairments, LabError, Network, Report, Topology, iproute, open_network
+from gradwire.tools.lab import Emulator, Impairments, LabError, Network, RelayReport, Topology, iproute, open_network
 
 pytestmark = NEEDS_LAB
 
@@ -50,9 +50,9 @@ def serving() -> Iterator[Any]:
             process.stdout.close()
 
 
-def settled(lab: Network) -> Report:
+def settled(lab: Network) -> RelayReport:
     """Return the relay's report when no frame is on its way any more."""
-    found: list[Report] = []
+    found: list[RelayReport] = []
 
     def quiet() -> bool:
         report = lab.report()
@@ -161,7 +161,7 @@ def test_a_killed_lab_s_relay_goes_and_the_next_lab_removes_the_rest(tmp_path: P
         pids = [int(pid) for path in tmp_path.glob("pids-*") for pid in path.read_text().split()]
         words = ["ip", "netns", "identify", str(pids[0])]
         name = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip().rpartition("-")[0]
-        relays = [int(pid) for pid in iproute.run(["ip", "netns", "pids", f"{name}-c"]).split()]
+        relays = [int(pid) for pid in iproute.call(["ip", "netns", "pids", f"{name}-c"]).split()]
         assert len(relays) <= 1
     finally:
         process.kill()

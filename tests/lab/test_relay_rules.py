@@ -26,7 +26,7 @@ def pattern(link: Impairments, seed: int = 0, number: int = 0, links: int = 2) -
     """Return which of the frames of a link are lost."""
     whole, chances = settings_of(*[link] * links)
     drawn = generators(seed, links)
-    return np.array([relay_rules.lost(whole, chances, drawn, number) for _ in range(FRAMES)])
+    return np.array([relay_rules.is_lost(whole, chances, drawn, number) for _ in range(FRAMES)])
 
 
 def runs(lost: np.ndarray) -> np.ndarray:

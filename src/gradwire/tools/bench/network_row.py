@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.tools.lab import Network, Report, Topology
+from gradwire.tools.lab import Network, RelayReport, Topology
 
 SEGMENT_BYTES = 1448
 """The most payload of a TCP segment: an MTU of 1500 bytes without the headers of IPv4 and TCP with time stamps."""
@@ -29,10 +29,10 @@ class Moved:
     bytes: int
     most_bytes: int
     again: int = 0
-    report: Report | None = None
+    report: RelayReport | None = None
 
 
-class Watch:
+class NetworkWatch:
     """Counters of a network from now on.
 
     Args:
@@ -87,7 +87,7 @@ def network_fields(network: Network | None, moved: Sequence[Moved], steps: int, 
     if network.topology.impaired:
         fields["segments_again_per_step"] = sum(m.again for m in moved) / steps / hosts
     if reports:
-        whole = Report.together(reports)
+        whole = RelayReport.together(reports)
         for name in ("read", "lost", "silenced", "overflowed"):
             fields[f"{name}_frames"] = getattr(whole, f"{name}_frames")
         fields["percentile_99_late_s"] = whole.percentile_99_late_s

@@ -23,7 +23,7 @@ import torch
 from gradwire.tools.bench.compute import COMPUTE_KINDS, TURNS, steps_of_budget, steps_of_cell
 from gradwire.tools.bench.device_kernels import check_cuda
 from gradwire.tools.bench.models import bench_model
-from gradwire.tools.bench.network_row import Watch, bytes_agree, network_fields
+from gradwire.tools.bench.network_row import NetworkWatch, bytes_agree, network_fields
 from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, Ranks, open_ranks
 from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
 from gradwire.tools.experiments.errors import UsageError
@@ -240,7 +240,7 @@ class Cell:
         return step_s
 
     def _turn(self, name: str, steps: int) -> Row:
-        watch = Watch(self.network, self.topology) if self.network else None
+        watch = NetworkWatch(self.network, self.topology) if self.network else None
         answers = self.ranks.ask("steps", variant=name, count=steps)
         moved = watch.moved() if watch else None
         counted = [a["counted"]["sent_bytes"] for a in answers if a["counted"]]

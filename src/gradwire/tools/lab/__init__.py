@@ -8,7 +8,7 @@ from gradwire.tools.lab.impairments import Impairments, Outage
 from gradwire.tools.lab.iproute import Counters, LabError
 from gradwire.tools.lab.network import INTERFACE, Emulator, Network, missing, open_network
 from gradwire.tools.lab.quantities import Rate, format_rate, parse_delay, parse_rate, parse_share
-from gradwire.tools.lab.relay import Report
+from gradwire.tools.lab.relay import RelayReport
 from gradwire.tools.lab.topology import Topology
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Network",
     "Outage",
     "Rate",
-    "Report",
+    "RelayReport",
     "Topology",
     "environment",
     "format_rate",

@@ -60,7 +60,7 @@ class Counters:
         )
 
 
-def run(words: Sequence[str], text: str | None = None) -> str:
+def call(words: Sequence[str], text: str | None = None) -> str:
     """Run a command, and return what it wrote.
 
     Raises:
@@ -77,7 +77,7 @@ def ip(lines: Sequence[str], namespace: str | None = None) -> None:
     """Run lines of ``ip``, in a namespace if one is named."""
     words = ["ip", *(["-n", namespace] if namespace else []), "-batch", "-"]
     if lines:
-        run(words, "\n".join(lines) + "\n")
+        call(words, "\n".join(lines) + "\n")
 
 
 def burst_bytes(rate: float) -> int:
@@ -92,11 +92,11 @@ def limit(namespace: str, interface: str, rate: Rate, impairments: Impairments =
     # Deleting fails if nothing was set, which is the wanted state.
     subprocess.run([*tc, "del", *target], stderr=subprocess.DEVNULL, check=False)
     if impairments != UNIMPAIRED:
-        run([*tc, "add", *target, "handle", "1:", "netem", *netem_words(impairments)])
+        call([*tc, "add", *target, "handle", "1:", "netem", *netem_words(impairments)])
         target = ["dev", interface, "parent", "1:"]
     if rate is not None:
         limits = ["rate", f"{rate:.0f}bit", "burst", str(burst_bytes(rate)), "latency", f"{QUEUE_S * 1e3:.0f}ms"]
-        run([*tc, "add", *target, "tbf", *limits])
+        call([*tc, "add", *target, "tbf", *limits])
 
 
 def netem_words(impairments: Impairments) -> list[str]:
@@ -115,16 +115,16 @@ def has_netem(namespace: str) -> bool:
     """Return whether this kernel has netem, tried on a namespace's loopback interface."""
     tc = ["tc", "-n", namespace, "qdisc"]
     try:
-        run([*tc, "add", "dev", "lo", "root", "netem", "limit", "1"])
+        call([*tc, "add", "dev", "lo", "root", "netem", "limit", "1"])
     except LabError:
         return False
-    run([*tc, "del", "dev", "lo", "root"])
+    call([*tc, "del", "dev", "lo", "root"])
     return True
 
 
 def counted(namespace: str, interface: str) -> Counters:
     """Read an interface's counters."""
-    stats = json.loads(run(["ip", "-n", namespace, "-s", "-j", "link", "show", interface]))[0]["stats64"]
+    stats = json.loads(call(["ip", "-n", namespace, "-s", "-j", "link", "show", interface]))[0]["stats64"]
     return Counters(stats["tx"]["bytes"], stats["tx"]["packets"], stats["rx"]["bytes"], stats["rx"]["packets"])
 
 
@@ -136,19 +136,19 @@ def set_tcp(namespace: str, settings: Mapping[str, str]) -> None:
     """
     lines = [f"echo '{value}' > /proc/sys/net/ipv4/{name}" for name, value in settings.items()]
     if lines:
-        run(["ip", "netns", "exec", namespace, "sh", "-ec", "\n".join(lines)])
+        call(["ip", "netns", "exec", namespace, "sh", "-ec", "\n".join(lines)])
 
 
 def tcp_settings(namespace: str) -> dict[str, str]:
     """Return TCP's settings in a namespace."""
     paths = [f"/proc/sys/net/ipv4/{name}" for name in TCP]
-    values = run(["ip", "netns", "exec", namespace, "cat", *paths]).splitlines()
+    values = call(["ip", "netns", "exec", namespace, "cat", *paths]).splitlines()
     return {name: " ".join(value.split()) for name, value in zip(TCP, values)}
 
 
 def retransmitted(namespace: str) -> int:
     """Return the segments that TCP has sent again in a namespace."""
-    lines = run(["ip", "netns", "exec", namespace, "cat", "/proc/net/snmp"]).splitlines()
+    lines = call(["ip", "netns", "exec", namespace, "cat", "/proc/net/snmp"]).splitlines()
     names, values = (line.split() for line in lines if line.startswith("Tcp:"))
     return int(values[names.index("RetransSegs")])
 

@@ -18,7 +18,7 @@ from gradwire.tools.lab.impairments import UNIMPAIRED
 from gradwire.tools.lab.iproute import Counters, LabError
 from gradwire.tools.lab.locks import Claim, dead_labs
 from gradwire.tools.lab.quantities import Rate
-from gradwire.tools.lab.relay import Relay, Report
+from gradwire.tools.lab.relay import Relay, RelayReport
 from gradwire.tools.lab.topology import Topology
 from gradwire.tools.processes import termination_unwinds
 
@@ -235,7 +235,7 @@ class Network:
         found = {"emulator": self.emulator, **iproute.tcp_settings(self.namespace(0))}
         return found | ({"tcp_congestion_control": self.topology.congestion} if self.topology.congestion else {})
 
-    def report(self) -> Report | None:
+    def report(self) -> RelayReport | None:
         """Return what the relay has counted; None without one."""
         return None if self.relay is None else self.relay.report()
 
@@ -293,11 +293,11 @@ def remove(name: str) -> None:
     Raises:
         LabError: a process does not die, or the kernel refuses.
     """
-    listed = json.loads(iproute.run(["ip", "-j", "netns", "list"]) or "[]")
+    listed = json.loads(iproute.call(["ip", "-j", "netns", "list"]) or "[]")
     spaces = [entry["name"] for entry in listed if entry["name"].startswith(f"{name}-")]
     deadline_s = time.monotonic() + KILL_S
     for space in spaces:
-        while pids := iproute.run(["ip", "netns", "pids", space]).split():
+        while pids := iproute.call(["ip", "netns", "pids", space]).split():
             if time.monotonic() > deadline_s:
                 raise LabError(f"process {pids[0]} of lab {name} does not end: kill it, then ip netns del {space}")
             for pid in pids:

@@ -23,7 +23,7 @@ END_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RelayReport:
     """What the relay has counted since it started. Bytes are those of frames from the Ethernet header on.
 
     Attributes:
@@ -76,13 +76,13 @@ class Report:
     wall_s: float
     saturated_s: float
 
-    def since(self, before: Report) -> Report:
+    def since(self, before: RelayReport) -> RelayReport:
         """Return the difference to an earlier report; times of lateness and highest values are those until now."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Report(**own | {name: own[name] - getattr(before, name) for name in self._sums()})
+        return RelayReport(**own | {name: own[name] - getattr(before, name) for name in self._sums()})
 
     @classmethod
-    def together(cls, reports: Sequence[Report]) -> Report:
+    def together(cls, reports: Sequence[RelayReport]) -> RelayReport:
         """Return the report of several intervals: sums of counts and times, and the largest of other values."""
         names = {field.name for field in fields(cls)}
         return cls(**{n: (sum if n in cls._sums() else max)(getattr(r, n) for r in reports) for n in names})
@@ -164,9 +164,9 @@ class Relay:
         """Let the outages count from now."""
         self._ask({"do": "outages"})
 
-    def report(self) -> Report:
+    def report(self) -> RelayReport:
         """Return the counters."""
-        return Report(**self._ask({"do": "report"}))
+        return RelayReport(**self._ask({"do": "report"}))
 
     def group_counters(self) -> list[Counters]:
         """Return the counters of every group's link to the others."""

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit, types
 
 from gradwire.tools.lab import relay_rules
-from gradwire.tools.lab.relay_rules import DELAY_NS, GROUP, VNET_BYTES, delayed, leaves, lost, silent, wire_bytes
+from gradwire.tools.lab.relay_rules import DELAY_NS, GROUP, VNET_BYTES, delayed, is_lost, leaves, silent, wire_bytes
 
 Array = Any
 
@@ -212,7 +212,7 @@ def _kept(function):
 
 
 @_kept
-def run(
+def relay_frames(
     counters,
     numbers,
     lateness,
@@ -267,7 +267,7 @@ def run(
             size = length - VNET_BYTES
             _count(counters, READ, source, size)
             # The pattern of losses counts all frames, whether a link is silent or not.
-            fails = lost(links, chances, drawn, source)
+            fails = is_lost(links, chances, drawn, source)
             still = silent(outages, source, now - numbers[OUTAGES_FROM_NS])
             if fails or still:
                 _count(counters, SILENCED if still else LOST, source, size)
@@ -318,7 +318,7 @@ def run(
                 break
             counters[WAIT_NS, link] = max(counters[WAIT_NS, link], t - arrived)
             if following == LEFT_GROUP:
-                if lost(links, chances, drawn, link):
+                if is_lost(links, chances, drawn, link):
                     _count(counters, LOST, link, size)
                     t = -1
                     break

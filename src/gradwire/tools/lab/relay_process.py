@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import json
 import mmap
 import os
@@ -114,8 +115,11 @@ def new_state(topology: Topology, descriptors: Sequence[int], commands: int, who
 
 def generators(seed: int, links: int) -> np.ndarray:
     """Return the first states of the generators of all links: for loss, jitter and reordering."""
-    words = np.random.SeedSequence(seed).generate_state(3 * links, np.uint64)
-    return words.reshape(3, links)
+    words = [
+        [hashlib.blake2b(f"{seed} {purpose} {link}".encode(), digest_size=8).digest() for link in range(links)]
+        for purpose in (rules.FOR_LOSS, rules.FOR_JITTER, rules.FOR_REORDER)
+    ]
+    return np.array([[int.from_bytes(word, "little") for word in row] for row in words], np.uint64)
 
 
 def outages_ns(outages: Sequence[Outage]) -> np.ndarray:
@@ -137,7 +141,7 @@ def set_rates(state: State, topology: Topology) -> None:
 
 
 def report(state: State) -> dict[str, Any]:
-    """Return the counters, as :class:`gradwire.tools.lab.relay.Report` takes them."""
+    """Return the counters, as :class:`gradwire.tools.lab.relay.RelayReport` takes them."""
     counters, numbers, lateness = state.counters, state.numbers, state.lateness
     pairs = {"lost": loop.LOST, "silenced": loop.SILENCED, "overflowed": loop.OVERFLOWED}
     found: dict[str, Any] = {}
@@ -204,12 +208,12 @@ def main() -> None:
         ends.append(number)
 
     signal.signal(signal.SIGTERM, end)
-    now = loop.run(*state, 0)
+    now = loop.relay_frames(*state, 0)
     state.numbers[loop.OUTAGES_FROM_NS] = now
     hurry()
     _answer({"ready": True})
     while not ends:
-        now = loop.run(*state, now + SLICE_NS)
+        now = loop.relay_frames(*state, now + SLICE_NS)
         while select.select([0], [], [], 0)[0]:
             line = _line()
             if not line:

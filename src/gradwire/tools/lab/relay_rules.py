@@ -43,7 +43,7 @@ def uniform(drawn, purpose, link):
 
 
 @njit
-def lost(links, chances, drawn, link):
+def is_lost(links, chances, drawn, link):
     """Return whether the next frame of a link is lost: the chain of two states of ``Impairments``."""
     if chances[BEGINS, link] == 0.0:
         return False
