@@ -36,8 +36,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.lgc_study import DENSITY, FULL, MOMENTUM, RATE, TRAINING, USUAL, Row, lgc
 from benchmarks.lib.runs import claim, earlier, release, write
-from benchmarks.training.lgc import DENSITY, FULL, MOMENTUM, RATE, TRAINING, USUAL, Row, lgc
 from gradwire.methods.learned.autoencoder import Autoencoder, ElementScales
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.simulate import SimulatedEngine

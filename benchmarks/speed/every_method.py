@@ -68,7 +68,14 @@ GROUPS = (
     ),
     ("gradwire gtopk", "gradwire dgc", "gradwire sidco", "gradwire clt_k", "gradwire cat", "gradwire randk"),
     ("gradwire atomo", "gradwire spectral_atomo", "gradwire fourier_atomo", "gradwire scheduled", "gradwire l_greco"),
-    ("gradwire powersgd", "gradwire acp_sgd", "gradwire ef21", "gradwire lgc", "gradwire rank_curve", "gradwire threshold"),
+    (
+        "gradwire powersgd",
+        "gradwire acp_sgd",
+        "gradwire ef21",
+        "gradwire lgc",
+        "gradwire rank_curve",
+        "gradwire threshold",
+    ),
     ("gradwire sketched_sgd", "gradwire sketched_amsgrad", "gradwire Hierarchical(TernGrad(), node_size=2)"),
     ("gradwire dpsgd", "gradwire choco_sgd", "gradwire power_gossip"),
 )

@@ -13,9 +13,9 @@ the work folder has no runs of theirs. ``--further`` trains the set-ups of other
 on a generated graph of 100000 nodes, 20 steps, each for a result of its own::
 
     python benchmarks/training/graph.py --table adaptive --work runs/graph-adaptive \\
-        --json benchmarks/results/training/graph_adaptive.json
+        --json FILE
     python benchmarks/training/graph.py --table large --seeds 1 --work runs/graph-large \\
-        --json benchmarks/results/training/graph_large.json
+        --json FILE
 """
 
 from __future__ import annotations

@@ -32,28 +32,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
+from benchmarks.lib.lgc_study import DENSITY, FULL, MOMENTUM, RATE, TRAINING, USUAL, Row, lgc
 from benchmarks.lib.runs import claim, earlier, release, write
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks import build
 
 STEPS = {"mnist": 300, "cifar10": 300}
-FULL, TRAINING = 30, 90
-DENSITY = {"mnist": 0.0025, "cifar10": 0.005}
-INNOVATION = 0.0002
-RATE = {"mnist": 0.02, "cifar10": 0.05}
-MOMENTUM = 0.9
-USUAL = 1024
 EVERY = 10
 """Rounds from one look at the error to the next."""
-
-Row = dict[str, Any]
-
-
-def lgc(task: str, **fields: Any) -> gw.LGC:
-    """Return LGC with the phases of this study."""
-    defaults = {"innovation": INNOVATION, "full_rounds": FULL, "training_rounds": TRAINING, "momentum": MOMENTUM}
-    return gw.LGC(density=DENSITY[task], **(defaults | fields))
 
 
 @dataclass(frozen=True)

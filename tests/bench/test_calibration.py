@@ -15,9 +15,10 @@ import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.drivers import Stage
 from gradwire.model.calibrate import Observation, calibrate, log_error
+from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import ReadyBucket, Timeline
-from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load
+from gradwire.model.schedule import Load
 from gradwire.tools.bench import predict as calibration
 from gradwire.tools.bench.predict import cases_of, measure_machine
 from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, open_ranks

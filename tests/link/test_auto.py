@@ -14,10 +14,11 @@ import gradwire as gw
 from gradwire.exchange.drivers import Meter, Stage
 from gradwire.exchange.planning import Options, Planner
 from gradwire.link.selection.autotune import Autotuner
+from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.probing import Probed
 from gradwire.model.profile import ReadyBucket, Timeline
-from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, step_time
+from gradwire.model.schedule import Load, step_time
 from oracle import layers, square_loss
 from ranks import Ranks
 

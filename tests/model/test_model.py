@@ -18,10 +18,11 @@ from gradwire.exchange.ops import Exchange as GradwireExchange
 from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.protocols import Context
 from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
+from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
-from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, exchange_of, nothing_but_the_sum, step_time
+from gradwire.model.schedule import Load, step_time
 
 
 @pytest.mark.parametrize("spec", ["fp32", "bf16", "terngrad", "TernGrad(clip=None, share_scaler=False)"])

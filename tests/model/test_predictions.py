@@ -12,10 +12,11 @@ import pytest
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.drivers import Stage
 from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
+from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
 from gradwire.model.forecast import Scenario, forecast
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
-from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load
+from gradwire.model.schedule import Load
 from gradwire.tools.bench import predict
 from gradwire.tools.experiments.errors import RunError
 

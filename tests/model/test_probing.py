@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.exchange.drivers import Stage
+from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.probing import Probed
 from gradwire.model.profile import ReadyBucket, Timeline
-from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, step_time
+from gradwire.model.schedule import Load, step_time
 
 SMALL, LARGE = 256, 1 << 22
 # CPU goes on beside the wire and is no part of the two equations; a link that is slow against it is what is probed.

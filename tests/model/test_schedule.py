@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.exchange.drivers import Stage
+from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
 from gradwire.model.machine import LinkModel, Machine, connection_rate
 from gradwire.model.profile import ReadyBucket, Timeline
-from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, _Item, _shares, step_time
+from gradwire.model.schedule import Load, _Item, _shares, step_time
 
 FREE = Machine(
     ring_efficiency=1.0,

@@ -19,8 +19,8 @@ from gradwire.exchange.planning import Planner
 from gradwire.methods.spec import method as read_method
 from gradwire.model import forecast as cycle
 from gradwire.model import schedule as exchange
+from gradwire.model.exchange_profile import BucketJobs
 from gradwire.model.machine import Machine
-from gradwire.model.schedule import BucketJobs
 from gradwire.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import BackendError, HyperparameterError
+from gradwire.model.exchange_profile import ExchangeProfile
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Timeline
-from gradwire.model.schedule import ExchangeProfile, Load, step_time
+from gradwire.model.schedule import Load, step_time
 
 BOUNDS = {
     "ring_efficiency": (0.5, 1.0),

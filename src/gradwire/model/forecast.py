@@ -17,9 +17,10 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.planning import Options, Pieces, Planner, exchanged, own_buckets
 from gradwire.methods.auto import not_comparable
 from gradwire.methods.spec import method as read_method
+from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, jobs_of, nothing_but_the_sum
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
-from gradwire.model.schedule import ExchangeProfile, Load, Steps, exchange_of, jobs_of, nothing_but_the_sum, step_time
+from gradwire.model.schedule import Load, Steps, step_time
 
 NOTHING = "ddp fp32"
 """The name of DDP without a hook."""

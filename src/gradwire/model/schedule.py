@@ -1,125 +1,18 @@
-"""The time of a step: profiles of exchanges as jobs made of stages, and a fluid simulation that schedules them."""
+"""The time of a step: a fluid simulation that schedules the jobs of an exchange."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from gradwire.errors import IncompatibleError
-from gradwire.exchange.drivers import LANES, Stage, profile_locally
-from gradwire.exchange.method import Method
-from gradwire.exchange.network_cost import Delays
-from gradwire.exchange.planning import Options, Planner
-from gradwire.methods.spec import method as read_method
+from gradwire.exchange.drivers import LANES, Stage
+from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
 from gradwire.model.machine import LinkModel, Machine, connection_rate
-from gradwire.model.profile import ReadyBucket, Timeline
+from gradwire.model.profile import Timeline
 
 _DONE, _BYTE = 1e-12, 1e-6
-
-
-@dataclass(frozen=True)
-class BucketJobs:
-    """Jobs of one bucket: its preparation and its chunks.
-
-    Attributes:
-        asynchronous: Whether no lane's thread takes part. Work before the first collective is then done by the thread
-            that brings the bucket, as in DDP's own hooks.
-    """
-
-    prepare: tuple[Stage, ...]
-    chunks: tuple[tuple[Stage, ...], ...]
-    asynchronous: bool
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that one rank sends."""
-        return sum(s.sent_bytes for job in (self.prepare, *self.chunks) for s in job)
-
-    @property
-    def work_s(self) -> float:
-        """Seconds of local work."""
-        return sum(s.work_s for job in (self.prepare, *self.chunks) for s in job)
-
-
-@dataclass(frozen=True)
-class ExchangeProfile:
-    """Profile of a step's exchange by one method.
-
-    Attributes:
-        spec: Spec of the method.
-        buckets: Jobs of each bucket, in the order in which buckets become ready.
-        delays: Critical path of a step with all buckets ready at its beginning.
-    """
-
-    spec: str
-    world_size: int
-    buckets: tuple[BucketJobs, ...]
-    delays: Delays = field(default_factory=Delays)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that one rank sends in a step."""
-        return sum(b.sent_bytes for b in self.buckets)
-
-
-def exchange_of(
-    method: str | Method,
-    parameters: Mapping[str, torch.Tensor],
-    buckets: Sequence[ReadyBucket],
-    world_size: int,
-    options: Options | None = None,
-    repeats: int = 5,
-    lanes: int = LANES,
-) -> ExchangeProfile:
-    """Plan and profile every bucket on this machine.
-
-    Args:
-        parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
-        buckets: Buckets in DDP's layout.
-        lanes: Number of lanes, with which delays are counted; DDP alone has one.
-
-    Raises:
-        IncompatibleError: the method has local steps, cannot serve that many ranks, or does not allow an option.
-    """
-    chosen = read_method(method)
-    if chosen.traits.local_steps:
-        raise IncompatibleError(
-            f"it exchanges in one of {chosen.traits.local_steps} steps, and not as buckets of gradients become "
-            "ready: see gradwire.model.forecast"
-        )
-    planner = Planner(chosen, parameters, world_size, options or Options())
-    planner.compile()
-    delays = planner.delays([bucket.names for bucket in buckets], lanes)
-    return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats), delays)
-
-
-def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, repeats: int) -> tuple[BucketJobs, ...]:
-    """Plan and profile buckets of a planner's parameters on this machine."""
-    generator = torch.Generator().manual_seed(0)
-    jobs = []
-    for bucket in buckets:
-        plan = planner.plan(bucket.names, 0)
-        flat = torch.randn(bucket.numel, generator=generator)
-        prepare, chunks = profile_locally(plan, flat, world_size, repeats, link=planner.options.link_cost)
-        jobs.append(BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous))
-    return tuple(jobs)
-
-
-def nothing_but_the_sum(exchange: ExchangeProfile) -> ExchangeProfile:
-    """Return the profile of DDP without a hook from ``fp32``'s: DDP scales while it copies, so no work is left."""
-    bare = tuple(
-        BucketJobs(
-            tuple(replace(s, work_s=0.0) for s in b.prepare),
-            tuple(tuple(replace(s, work_s=0.0) for s in chunk) for chunk in b.chunks),
-            b.asynchronous,
-        )
-        for b in exchange.buckets
-    )
-    return ExchangeProfile("ddp fp32", exchange.world_size, bare, exchange.delays)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from gradwire.methods.sparse.top_k import TopK, check_density
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
-
 FIRST_TAIL = 0.25
 """Target share of the first of several stages."""
 

@@ -14,9 +14,10 @@ import torch
 
 import gradwire as gw
 from gradwire.model.calibrate import Observation, calibrate
+from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Timeline
-from gradwire.model.schedule import ExchangeProfile, Load, exchange_of, nothing_but_the_sum
+from gradwire.model.schedule import Load
 from gradwire.tools.bench.models import bench_model
 from gradwire.tools.bench.ranks import Deadline
 from gradwire.tools.bench.step import StepGrid, compute_of, measure_grid, read_rows

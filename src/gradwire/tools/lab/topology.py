@@ -257,7 +257,8 @@ def _fields(given: Mapping[str, str]) -> dict[str, Any]:
     for key, value in given.items():
         host, group, between = (p.fullmatch(key) for p in (_HOST, _GROUP, _BETWEEN))
         if host or between:
-            kind, name, flaw = ("host" if host else "between", *(host or between).groups())  # type: ignore[union-attr]
+            kind = "host" if host else "between"
+            name, flaw = (host or between).groups()  # type: ignore[union-attr]
             if flaw:
                 where = own.setdefault((kind, name), {})
                 where[IMPAIRMENTS[flaw][0]] = IMPAIRMENTS[flaw][1](value)
