@@ -1,0 +1,89 @@
+"""What hosts do to measure a network: ``python benchmarks/lib/traffic.py ROLE ...``; it imports nothing that is slow.
+
+serve CONNECTIONS         take what comes over connections; print bytes and time at each line of standard input
+send ADDRESS CONNECTIONS  send over connections without end
+answer                    answer datagrams
+ping ADDRESS COUNT        print the seconds of each answer; lost ones are left out
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+
+PORT = 7400
+
+
+def serve(connections: int) -> None:
+    """Take what comes over some connections; say how much it was at each line of standard input."""
+    taken = [0] * connections
+
+    def take(number: int, connection: socket.socket) -> None:
+        buffer = bytearray(1 << 18)
+        while count := connection.recv_into(buffer):
+            taken[number] += count
+
+    with socket.create_server(("", PORT), backlog=connections) as server:
+        print("ready", flush=True)
+        for number in range(connections):
+            threading.Thread(target=take, args=(number, server.accept()[0]), daemon=True).start()
+    for _ in sys.stdin:
+        print(sum(taken), time.monotonic(), flush=True)
+
+
+def send(address: str, connections: int) -> None:
+    """Send over some connections without end."""
+
+    def pour() -> None:
+        with socket.create_connection((address, PORT)) as connection, contextlib.suppress(OSError):
+            while True:
+                connection.sendall(bytes(1 << 18))
+
+    threads = [threading.Thread(target=pour) for _ in range(connections)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def answer() -> None:
+    """Answer datagrams."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("", PORT))
+        print("ready", flush=True)
+        while True:
+            server.sendto(*server.recvfrom(2048))
+
+
+def ping(address: str, count: int) -> None:
+    """Print the seconds of each round trip; lost ones are left out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        asker.connect((address, PORT))
+        asker.settimeout(1.0)
+        for number in range(count):
+            began = time.perf_counter()
+            asker.send(b"%d" % number)
+            with contextlib.suppress(TimeoutError):
+                while asker.recv(2048) != b"%d" % number:
+                    pass
+                print(time.perf_counter() - began)
+
+
+def main() -> None:
+    """Play the role that the words name."""
+    role, *words = sys.argv[1:]
+    if role == "serve":
+        serve(int(words[0]))
+    elif role == "send":
+        send(words[0], int(words[1]))
+    elif role == "answer":
+        answer()
+    else:
+        ping(words[0], int(words[1]))
+
+
+if __name__ == "__main__":
+    main()

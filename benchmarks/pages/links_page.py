@@ -1,0 +1,102 @@
+"""Sections of ``docs/benchmarks.md``: emulated links beside what they should be, and steps on long ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.lib.page_parts import ms, provenance, where
+from benchmarks.lib.results import result, rows_of
+from gradwire.tools.lab import Topology, format_rate
+
+
+def link_of(spec: str) -> str:
+    """Describe a link by its rate, delay and loss."""
+    topology = Topology.parse(spec)
+    link = topology.of_host(0)
+    parts = [format_rate(topology.bandwidth), f"{1e3 * link.delay_s:g} ms"]
+    return ", ".join([*parts, f"{100 * link.loss:g} % lost"] if link.loss else parts)
+
+
+def rate_of(found: dict[str, Any]) -> str:
+    """Write a throughput with its range, and what it should be."""
+    mbit = {name: found[name] / 1e6 for name in ("bits_per_s", "slowest", "fastest")}
+    return f"{mbit['bits_per_s']:.3g} ({mbit['slowest']:.3g} - {mbit['fastest']:.3g})"
+
+
+def theory_of(found: dict[str, Any]) -> str:
+    """Write the throughput that is expected, if there is a formula."""
+    bits = found["expected_bits_per_s"]
+    return "-" if bits is None else f"{bits / 1e6:.3g}"
+
+
+def network_section() -> list[str]:
+    """Describe round trips and throughput of emulated links, and the limit of what emulates them."""
+    found = result("speed/lab_network")
+    if not found:
+        return []
+    first = found["rows"][0]
+    lines = [
+        "## Emulated links",
+        "",
+        "`sudo python benchmarks/speed/lab_network.py`: two hosts of `gradwire lab`. Delays are one way, so a round trip of one datagram should"
+        f" take two; throughput in Mbit/s is the median of windows of {found['window_s']:g} s, and in brackets their range. Without losses it"
+        " should be the rate less the headers, 1448 of the 1514 bytes of a frame; with losses, what CUBIC's average window allows (RFC 9438,"
+        " 5.1; its Reno-friendly region is the formula of Mathis et al.). These formulae assume that a connection loses packets now and then; they leave"
+        " out slow start after time-outs and the losses of acknowledgements. BBR has no such formula. TCP's buffers:"
+        f" `tcp_rmem` {first['tcp_rmem']}, `tcp_wmem` {first['tcp_wmem']}. Frames were moved by: {first['emulator']}. {where(found)}.",
+        "",
+        "| link | congestion control | two delays, ms | round trip: least, median, 95 %, ms | one connection | expected | eight connections | expected |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        one, eight = row["connections_1"], row["connections_8"]
+        names = ("least_round_trip_s", "round_trip_s", "percentile_95_round_trip_s")
+        trips = ", ".join(f"{1e3 * row[name]:.2f}" for name in names)
+        lines.append(
+            f"| {link_of(row['lab'])} | {row['tcp_congestion_control']} | {1e3 * row['two_delays_s']:g} | {trips} | {rate_of(one)}"
+            f" | {theory_of(one)} | {rate_of(eight)} | {theory_of(eight)} |"
+        )
+    limited = [
+        f"{link_of(row['lab'])}, {row['tcp_congestion_control']}, {name[12:]} connections: {'; '.join(row[name]['relay_limits'])}"
+        for row in found["rows"]
+        for name in ("connections_1", "connections_8")
+        if row[name].get("relay_limits")
+    ]
+    lines += [
+        "",
+        f"Where the relay was itself a limit: {'. '.join(limited) if limited else 'in none of these'}.",
+        "",
+        "Its own limit, links without a rate, eight connections on the same cores as the relay:",
+        "",
+        "| frames | Gbit/s | frames a second | of a core | it says |",
+        "|---|---:|---:|---:|---|",
+    ]
+    for row in found["limits"]:
+        lines.append(
+            f"| {row['frames']} | {row['bits_per_s'] / 1e9:.2f} ({row['slowest'] / 1e9:.2f} - {row['fastest'] / 1e9:.2f})"
+            f" | {row['frames_per_s']:,.0f} | {100 * row['relay_busy']:.0f} % | {'; '.join(row['relay_limits']) or 'no limit'} |"
+        )
+    return [*lines, ""]
+
+
+def long_links_section() -> list[str]:
+    """Describe the steps that were measured on links with delay or loss."""
+    rows = rows_of("speed/step_long_links")
+    if not rows:
+        return []
+    lines = [
+        "## Steps on long links",
+        "",
+        "`gradwire bench step --delay ... --loss ...`: a few cells, milliseconds. The floor knows bytes and computing, no delay."
+        f" Segments again: those that TCP sent a second time, a host and step. {provenance(rows[0])}.",
+        "",
+        "| model | hosts | link | congestion control | exchange | step | 20 % - 80 % | of floor | sent, MB | segments again | relay |",
+        "|---|---:|---|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['model']} | {row['hosts']} | {link_of(row['lab'])} | {row['tcp_congestion_control']} | {row['variant']} | {ms(row['step_time_s'])}"
+            f" | {ms(row['percentile_20_s'])} - {ms(row['percentile_80_s'])} | {row['ratio_to_floor']:.2f}"
+            f" | {(row['sent_bytes_per_step'] or 0) / 1e6:.2f} | {row['segments_again_per_step']:.1f} | {row['relay_limits'] or 'no limit'} |"
+        )
+    return [*lines, ""]
