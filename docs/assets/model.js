@@ -103,8 +103,9 @@ const GradwireModel = (() => {
     const whole = (count) => (known.shares > 1 ? Math.ceil(count / all) * all : count);
     const stages = (part, count) => part.map((stage) => stageOf(stage, count, workers, constants, whole));
     const chunks = [];
-    for (let left = numel; left > 0; left -= constants.chunk_numel)
-      chunks.push(stages(known.chunk, Math.min(left, constants.chunk_numel)));
+    // The backend's sum is not cut: at another offset it would add in another order.
+    const most = known.chunk.some((stage) => stage.kind === "ring") ? numel : constants.chunk_numel;
+    for (let left = numel; left > 0; left -= most) chunks.push(stages(known.chunk, Math.min(left, most)));
     return { asynchronous: known.asynchronous, prepare: stages(known.prepare, numel), chunks };
   }
 
