@@ -95,7 +95,8 @@ class Watched(SimulatedEngine):
             )
             for label, spec in LINKS.items()
         }
-        self.link = Shared(self.link, others)  # type: ignore[assignment]
+        self.shared = Shared(self.link, others)
+        self.link = self.shared  # type: ignore[assignment]
         self.sizes = [(name, p.numel()) for name, p in self.model.named_parameters() if p.numel() >= USUAL]
         self.counts = [max(1, int(DENSITY[TASK] * n)) for _, n in self.sizes]
         offsets, at = {}, 0
@@ -130,7 +131,7 @@ class Watched(SimulatedEngine):
             places.append(offset + order)
         self.vectors.append(torch.cat(rows, 1))
         place = torch.cat(places)
-        for label, outcome in self.link.outcomes.items():
+        for label, outcome in self.shared.outcomes.items():
             self.found.setdefault(label, []).append(outcome[place])
         # The links have the vectors that are compared: CLT-k sends their mean.
         torch.testing.assert_close(self.found["CLT-k"][-1], self.vectors[-1].mean(0), rtol=1e-4, atol=1e-6)
@@ -138,7 +139,7 @@ class Watched(SimulatedEngine):
 
     def save(self, path: Path, step: int) -> None:
         """Write all that the following steps depend on."""
-        links = {"LGC": self.link.link, **self.link.others}
+        links = {"LGC": self.shared.link, **self.shared.others}
         torch.save(
             {
                 "step": step,
@@ -155,13 +156,13 @@ class Watched(SimulatedEngine):
             return 0
         kept = torch.load(path, weights_only=True)
         self.model.load_state_dict(kept["model"])
-        for label, link in {"LGC": self.link.link, **self.link.others}.items():
+        for label, link in {"LGC": self.shared.link, **self.shared.others}.items():
             link.load_state_dict(kept["links"][label])
         self.vectors, self.found, self.sent = kept["vectors"], kept["found"], kept["sent"]
         return int(kept["step"])
 
     def _counted(self) -> dict[str, float]:
-        links = {"LGC": self.link.link, **self.link.others}
+        links = {"LGC": self.shared.link, **self.shared.others}
         return {n: mean(link.traffic(w).sent_bytes for w in range(WORKERS)) for n, link in links.items()}
 
 
@@ -175,7 +176,8 @@ def linear(inputs: Tensor, wanted: Tensor, penalty: float) -> Tensor:
     a, b = inputs.double(), wanted.double()
     scale = float(a.square().mean())
     gram = a.T @ a + penalty * scale * torch.eye(a.shape[1], dtype=torch.float64)
-    return torch.linalg.solve(gram, a.T @ b)
+    found: Tensor = torch.linalg.solve(gram, a.T @ b)
+    return found
 
 
 def best_linear(inputs: Tensor, wanted: Tensor, weights: Tensor) -> tuple[Tensor, float]:
