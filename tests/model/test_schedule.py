@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.exchange.drivers import Stage
+from gradwire.model.fluid import Item, shares
 from gradwire.model.machine import LinkModel, Machine, connection_rate
 from gradwire.model.profile import ReadyBucket, Timeline
-from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, _Item, _shares, step_time
+from gradwire.model.schedule import BucketJobs, ExchangeProfile, Load, step_time
 
 FREE = Machine(
     ring_efficiency=1.0,
@@ -133,10 +134,10 @@ def test_cubic_is_faster_than_reno_over_long_ways_with_rare_losses() -> None:
 
 
 def test_what_a_slow_connection_leaves_the_other_lane_takes() -> None:
-    items = [_Item(sent_bytes=1.0, most_bytes_per_s=cap) for cap in (math.inf, 10.0, 40.0)]
-    assert _shares(items, 90.0) == [10.0, 40.0, 40.0]
-    assert _shares(items, 300.0) == [10.0, 40.0, 250.0]
-    assert _shares([_Item(most_bytes_per_s=5.0)], math.inf) == [5.0]
+    items = [Item(sent_bytes=1.0, most_bytes_per_s=cap) for cap in (math.inf, 10.0, 40.0)]
+    assert shares(items, 90.0) == [10.0, 40.0, 40.0]
+    assert shares(items, 300.0) == [10.0, 40.0, 250.0]
+    assert shares([Item(most_bytes_per_s=5.0)], math.inf) == [5.0]
 
 
 def test_a_byte_costs_more_where_it_is_added_and_a_bucket_costs_the_thread_that_computes() -> None:

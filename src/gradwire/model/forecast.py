@@ -11,9 +11,10 @@ from typing import cast
 
 import torch
 
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, IncompatibleError
 from gradwire.exchange.local_steps import VELOCITY, StepsLocally
 from gradwire.exchange.method import Method
+from gradwire.exchange.network_cost import Delays
 from gradwire.exchange.planning import Options, Pieces, Planner, exchanged, own_buckets
 from gradwire.methods.auto import not_comparable
 from gradwire.methods.spec import method as read_method
@@ -113,6 +114,25 @@ def cycle_of(
         fragments.append(Fragment(jobs, buckets, _own_work(steps, numel, world_size, repeats)))
     delay = steps.delay if steps is not None else 0
     return Cycle(repr(chosen), chosen.traits.local_steps, delay, tuple(fragments))
+
+
+USUAL_WORKERS, USUAL_SHAPES = 4, {"weight": (1024, 1024), "bias": (1024,)}
+"""Workers and parameters for which delays of a method are told: one bucket of one chunk."""
+
+
+def usual_delays(method: Method) -> Delays | None:
+    """Return the critical path of one exchange of a bucket among four workers, on Gloo.
+
+    It is None for a method that chooses among others, or needs to know the cluster.
+    """
+    if method.traits.tries:
+        return None
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in USUAL_SHAPES.items()}
+    parameters, options = exchanged(method, shapes, Options())
+    try:
+        return Planner(method, parameters, USUAL_WORKERS, options).delays([list(parameters)])
+    except IncompatibleError:
+        return None
 
 
 def cycle_time(timeline: Timeline, cycle: Cycle, *, machine: Machine, link: LinkModel, load: Load) -> Steps:

@@ -1,4 +1,4 @@
-"""The time of a step: profiles of exchanges as jobs made of stages, and a fluid simulation that schedules them."""
+"""The time of a step: profiles of exchanges as jobs made of stages, which a fluid simulation schedules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.network_cost import Delays
 from gradwire.exchange.planning import Options, Planner
 from gradwire.methods.spec import method as read_method
+from gradwire.model.fluid import Item, Job, Runner, advance, compute, drain
 from gradwire.model.machine import LinkModel, Machine, connection_rate
 from gradwire.model.profile import ReadyBucket, Timeline
-
-_DONE, _BYTE = 1e-12, 1e-6
 
 
 @dataclass(frozen=True)
@@ -176,88 +175,6 @@ class Steps:
         return name if rest[name] >= 0.5 * (self.step_s - self.compute_s) else "latency"
 
 
-@dataclass
-class _Item:
-    """The remaining parts of a runner's current item: CPU work beside all others, and one after the other the rest.
-
-    Attributes:
-        latency_s: Time before the first byte.
-        travel_s: Time after it in which no more than ``sent_bytes`` can be sent.
-        held_bytes: Bytes that can be sent after that time.
-        most_bytes_per_s: The fastest that bytes can be sent.
-    """
-
-    cpu_s: float = 0.0
-    latency_s: float = 0.0
-    sent_bytes: float = 0.0
-    in_turn: bool = False
-    most_bytes_per_s: float = math.inf
-    travel_s: float = 0.0
-    held_bytes: float = 0.0
-
-    @property
-    def sends(self) -> bool:
-        return self.latency_s <= _DONE and self.sent_bytes > _BYTE
-
-    @property
-    def travels(self) -> bool:
-        return self.latency_s <= _DONE and self.travel_s > _DONE
-
-    @property
-    def over(self) -> bool:
-        return self.cpu_s <= _DONE and self.latency_s <= _DONE and not self.sends and not self.travels
-
-    def pass_time(self, seconds: float, speed: float, rate: float) -> None:
-        """Let time pass, with a share of a core and a rate of bytes."""
-        sends, travels = self.sends, self.travels
-        if self.cpu_s > _DONE:
-            self.cpu_s -= seconds * speed
-        if self.latency_s > _DONE:
-            self.latency_s -= seconds
-        if sends:
-            self.sent_bytes -= seconds * rate
-        if travels:
-            self.travel_s -= seconds
-            if self.travel_s <= _DONE:
-                self.sent_bytes, self.held_bytes = self.sent_bytes + self.held_bytes, 0.0
-
-
-@dataclass
-class _Job:
-    """Items in order; a job starts after ``after``, and takes its turn after ``before`` and all before it."""
-
-    items: deque[_Item]
-    after: _Job | None = None
-    before: _Job | None = None
-    done: bool = False
-
-    def has_turn(self) -> bool:
-        """Return whether all jobs submitted before are done; done ones are dropped."""
-        while self.before is not None and self.before.done:
-            self.before = self.before.before
-        return self.before is None
-
-
-@dataclass
-class _Runner:
-    """The computing thread, or a lane."""
-
-    jobs: deque[_Job] = field(default_factory=deque)
-
-    def current(self) -> _Item | None:
-        while self.jobs:
-            job = self.jobs[0]
-            if job.after is not None and not job.after.done:
-                return None
-            while job.items and job.items[0].over:
-                job.items.popleft()
-            if job.items:
-                return job.items[0] if not job.items[0].in_turn or job.has_turn() else None
-            job.done = True
-            self.jobs.popleft()
-        return None
-
-
 def step_time(
     timeline: Timeline, exchange: ExchangeProfile, *, machine: Machine, link: LinkModel, load: Load, lanes: int = LANES
 ) -> Steps:
@@ -283,9 +200,9 @@ def step_time(
     def among(stage: Stage) -> Sequence[int]:
         return range(exchange.world_size) if stage.scope is None else stage.scope.ranks(0)
 
-    def item(stage: Stage) -> Iterator[_Item]:
+    def item(stage: Stage) -> Iterator[Item]:
         if stage.work_s:
-            yield _Item(cpu_s=stage.work_s * factor)
+            yield Item(cpu_s=stage.work_s * factor)
         if stage.kind:
             ring, pairs = stage.kind == "ring", stage.kind == "pairs"
             alone = ring or pairs or stage.kind == "broadcast"
@@ -304,7 +221,7 @@ def step_time(
             # A ring has two segments under way at a time: of two places, one's bytes are sent while the other's travel.
             # With M delays of d seconds and bytes that take B, it takes max(B, B / 2 + M d).
             held_bytes = sent_bytes / 2 if ring and travel_s else 0.0
-            yield _Item(
+            yield Item(
                 cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
                 latency_s=stage.rounds * machine.round_s * load.stretch + resending_s + (0.0 if ring else travel_s),
                 sent_bytes=sent_bytes - held_bytes,
@@ -314,13 +231,13 @@ def step_time(
                 in_turn=pairs and not (stage.scope is not None and stage.scope.local),
             )
 
-    runners = [_Runner() for _ in range(lanes)]
-    main = _Runner()
+    runners = [Runner() for _ in range(lanes)]
+    main = Runner()
     busy_s = 0.0
-    everything: list[_Job] = []
+    everything: list[Job] = []
 
-    def queue(items: Iterator[_Item], lane: int, after: _Job | None = None) -> _Job:
-        job = _Job(deque(items), after, everything[-1] if everything else None)
+    def queue(items: Iterator[Item], lane: int, after: Job | None = None) -> Job:
+        job = Job(deque(items), after, everything[-1] if everything else None)
         runners[lane % lanes].jobs.append(job)
         everything.append(job)
         return job
@@ -339,18 +256,18 @@ def step_time(
             for i, chunk in enumerate(chunks):
                 queue((x for s in chunk for x in item(s)), number + i, first)
 
-    now_s = _advance([main, *runners], _compute(timeline.forward_s), flow, load)
+    now_s = advance([main, *runners], compute(timeline.forward_s), flow, load.runners)
     last_s = 0.0
     for number, (ready, bucket) in enumerate(zip(timeline.buckets, exchange.buckets)):
         inline_s = machine.bucket_s * factor
         if bucket.asynchronous:
             inline_s += sum(chunk[0].work_s for chunk in bucket.chunks if chunk) * factor
         busy_s += inline_s
-        now_s += _advance([main, *runners], _compute(ready.ready_s - last_s + inline_s), flow, load)
+        now_s += advance([main, *runners], compute(ready.ready_s - last_s + inline_s), flow, load.runners)
         last_s = ready.ready_s
         submit(number, bucket)
-    now_s += _advance([main, *runners], _compute(timeline.backward_s - last_s), flow, load)
-    now_s += _drain(runners, flow, load)
+    now_s += advance([main, *runners], compute(timeline.backward_s - last_s), flow, load.runners)
+    now_s += drain(runners, flow, load.runners)
     for bucket in exchange.buckets:
         for job in (bucket.prepare, *bucket.chunks):
             for k, stage in enumerate(job):
@@ -360,64 +277,3 @@ def step_time(
     leaving = (link.leaving(s.sent_bytes, s.kind == "ring", among(s)) for s in stages if s.kind)
     wire_s = sum(leaving) / flow if speed else 0.0
     return Steps(now_s + timeline.after_s, timeline.compute_s, busy_s, wire_s)
-
-
-def _compute(seconds: float) -> _Job:
-    return _Job(deque([_Item(cpu_s=max(0.0, seconds))]))
-
-
-def _advance(runners: Sequence[_Runner], job: _Job, flow: float, load: Load) -> float:
-    """Run everything until the computing thread, the first runner, has done a job; return the seconds."""
-    main = runners[0]
-    main.jobs.append(job)
-    passed_s = 0.0
-    while main.current() is not None:
-        passed_s += _moment(runners, flow, load)
-    return passed_s
-
-
-def _drain(runners: Sequence[_Runner], flow: float, load: Load) -> float:
-    """Run the lanes until all jobs are done; return the seconds."""
-    passed_s = 0.0
-    while _current(runners):
-        passed_s += _moment(runners, flow, load)
-    return passed_s
-
-
-def _current(runners: Sequence[_Runner]) -> list[_Item]:
-    """Return the current items of the runners; finished jobs end, which may let others begin."""
-    while True:
-        left = sum(len(r.jobs) for r in runners)
-        items = [item for item in (r.current() for r in runners) if item is not None]
-        if left == sum(len(r.jobs) for r in runners):
-            return items
-
-
-def _moment(runners: Sequence[_Runner], flow: float, load: Load) -> float:
-    """Run until the first part of any current item ends; return the seconds."""
-    items = _current(runners)
-    working = [i for i in items if i.cpu_s > _DONE]
-    sending = [i for i in items if i.sends]
-    speed = min(1.0, load.runners / len(working)) if working else 1.0
-    rates = _shares(sending, flow)
-    ends = [i.cpu_s / speed for i in working] + [i.latency_s for i in items if i.latency_s > _DONE]
-    ends += [i.travel_s for i in items if i.travels]
-    ends += [i.sent_bytes / rate for i, rate in zip(sending, rates)]
-    passed_s = min(ends)
-    rate_of = {id(i): rate for i, rate in zip(sending, rates)}
-    for i in items:
-        i.pass_time(passed_s, speed, rate_of.get(id(i), 0.0))
-    return passed_s
-
-
-def _shares(sending: list[_Item], flow: float) -> list[float]:
-    """Return the rate of each item: equal shares of the link, of which the slow leave their rest to the others.
-
-    The items are brought into the order of their fastest rates.
-    """
-    sending.sort(key=lambda item: item.most_bytes_per_s)
-    rates: list[float] = []
-    for done, item in enumerate(sending):
-        share = flow if math.isinf(flow) else (flow - sum(rates)) / (len(sending) - done)
-        rates.append(min(item.most_bytes_per_s, share))
-    return rates

@@ -11,13 +11,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import gradwire as gw
-from gradwire.errors import IncompatibleError
+from gradwire.model.forecast import usual_delays
 from gradwire.tools.report.summary import link_texts
 from gradwire.tools.report.verdict import bytes_text, percent, rate_text, seconds_text
 
@@ -174,9 +173,6 @@ NOTES = {
     "delays": "one-way delays of the network on the critical path of an exchange with 4 workers, on Gloo",
 }
 
-DELAY_WORKERS, DELAY_SHAPES = 4, {"weight": (1024, 1024), "bias": (1024,)}
-"""Workers and parameters for which delays are shown: one bucket of one chunk."""
-
 DIRECTION = "a direction to step in, not the mean: it needs a learning rate of its own"
 
 
@@ -202,18 +198,8 @@ def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _delays(method: gw.Method) -> dict[str, Any]:
-    """Return the delays of an exchange; None for a method that chooses among others, or needs to know the cluster."""
-    from gradwire.exchange.planning import Options, Planner, exchanged
-
-    if method.traits.tries:
-        return {"delays": None, "delay_phases": None}
-    shapes = {name: torch.empty(shape, device="meta") for name, shape in DELAY_SHAPES.items()}
-    parameters, options = exchanged(method, shapes, Options())
-    try:
-        found = Planner(method, parameters, DELAY_WORKERS, options).delays([list(parameters)])
-    except IncompatibleError:
-        return {"delays": None, "delay_phases": None}
-    return {"delays": found.count, "delay_phases": str(found)}
+    found = usual_delays(method)
+    return {"delays": found and found.count, "delay_phases": found and str(found)}
 
 
 def _count(delays: int | None) -> str:
