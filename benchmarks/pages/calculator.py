@@ -78,7 +78,7 @@ def rows_seen(rows: list[int]) -> Iterator[None]:
         value = getattr(op, "value", None)
         row = value if value is not None else op.send[0] if type(op).__name__ == "AllToAll" else op.send  # type: ignore[union-attr]
         rows.append(row.numel() * row.element_size())
-        return original(op)
+        return bool(original(op))
 
     local_profiler.large = large  # type: ignore[attr-defined]
     try:
