@@ -256,11 +256,11 @@ def _fields(given: Mapping[str, str]) -> dict[str, Any]:
     own: dict[tuple[str, str | None], dict[str, Any]] = {}
     for key, value in given.items():
         host, group, between = (p.fullmatch(key) for p in (_HOST, _GROUP, _BETWEEN))
-        if host or between:
-            kind = "host" if host else "between"
-            name, flaw = (host or between).groups()  # type: ignore[union-attr]
+        found = host or between
+        if found:
+            name, flaw = found.groups()
             if flaw:
-                where = own.setdefault((kind, name), {})
+                where = own.setdefault(("host" if host else "between", name), {})
                 where[IMPAIRMENTS[flaw][0]] = IMPAIRMENTS[flaw][1](value)
             elif name is None:
                 fields["between"] = parse_rate(value)
