@@ -78,7 +78,8 @@ class RankCurve(ResidualAlgorithm):
         ... )
         >>> link.reduce_(torch.tensor([[3.0, 0.0, -1.0, 0.5]])).tolist()
         [3.0, 0.0, -1.0, 0.0]
-        >>> link.reduce_(torch.tensor([[0.0, -2.0, 0.0, 5.5]])).tolist()  # the residual adds 0.5
+        >>> mean = link.reduce_(torch.tensor([[0.0, -2.0, 0.0, 5.5]]))  # the residual adds 0.5
+        >>> mean.round(decimals=3).tolist()
         [0.0, -2.0, 0.0, 6.0]
     """
 
