@@ -93,6 +93,7 @@ SETTINGS = {
         "RandK()",
         "RandK(density=0.25, coordinates='private', rescale=True)",
         "RandK(density=0.1, contiguous=True, values=QSGDinf(block_size=64))",
+        "RandK(density=0.1, coordinates='private', contiguous=True)",
     ),
     "threshold": (
         "Threshold()",

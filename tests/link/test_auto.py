@@ -15,7 +15,7 @@ from gradwire.exchange.drivers import Meter, Stage
 from gradwire.exchange.planning import Options, Planner
 from gradwire.link.selection.autotune import Autotuner
 from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
-from gradwire.model.machine import LinkModel, Machine
+from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.probing import Probed
 from gradwire.model.profile import ReadyBucket, Timeline
 from gradwire.model.schedule import Load, step_time
@@ -63,8 +63,9 @@ class World:
             small_bytes=1,
             small_s=0.0,
             large_bytes=row,
-            # All rows of a host's ranks for other hosts' ranks.
-            large_s=row * self.here * (self.world_size - self.here) / self.speed,
+            # All rows of a host's ranks for other hosts' ranks, and what the machine takes for each turn but two.
+            large_s=row * self.here * (self.world_size - self.here) / self.speed
+            + (self.world_size - 2) * DEFAULT.round_s,
         )
 
     def train(self, rounds: int) -> list[str]:

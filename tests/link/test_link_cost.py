@@ -10,6 +10,7 @@ import torch
 import gradwire as gw
 from gradwire.link.selection.link_cost import CostKeeper
 from gradwire.methods.sparse.descent_per_byte import MessageCost
+from gradwire.model.machine import DEFAULT
 from gradwire.model.probing import Probed
 
 SIZE = 3000
@@ -91,7 +92,7 @@ def test_a_cost_is_what_two_times_tell() -> None:
     """A link of a millisecond a message and ten million bytes of a row a second."""
 
     def probed(rows_s: float) -> Probed:
-        large_s = 3 * 0.001 + rows_s
+        large_s = 0.001 + 2 * DEFAULT.round_s + rows_s
         return Probed(
             world_size=4, ranks_per_host=2, small_bytes=256, small_s=0.001, large_bytes=1_000_000, large_s=large_s
         )
@@ -100,7 +101,7 @@ def test_a_cost_is_what_two_times_tell() -> None:
     assert (found.message_s, found.bytes_per_s) == (0.001, pytest.approx(1e7))
     assert found.fixed_bytes == pytest.approx(1e4)
     # Bytes that take no time that a clock could tell: a rate all the same, fifty times the rows over all of it.
-    assert probed(0.0).cost.bytes_per_s == pytest.approx(50 * 1e6 / 0.003)
+    assert probed(0.0).cost.bytes_per_s == pytest.approx(50 * 1e6 / (0.001 + 2 * DEFAULT.round_s))
 
 
 class Counted:
