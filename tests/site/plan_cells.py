@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from gradwire.exchange.drivers import Stage
 from gradwire.exchange.planning import Planner
 from gradwire.methods.spec import method as read_method
+from gradwire.model import exchange_profile as exchange
 from gradwire.model import forecast as cycle
-from gradwire.model import schedule as exchange
 from gradwire.model.exchange_profile import BucketJobs
 from gradwire.model.machine import Machine
 from gradwire.tools.cli.app import app
