@@ -11,46 +11,16 @@ import torch
 import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.methods.learned.autoencoder import Autoencoder, latent_length
+from phases import FULL, TRAINING, check_broadcast, chosen, gradients, link_of, residuals, sent, two_shot, up
 
-SIZES = {"a": 2000, "b": 1200, "small": 40}
-FULL, TRAINING = 2, 3
 INSTANCES = ("all_reduce", "parameter_server")
 BROADCASTS = {3: 2, 4: 2}
 """How often the root of a broadcast sends it."""
 
 
-def gradients(workers: int, round: int, alike: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(round)
-    common = torch.randn(sum(SIZES.values()), generator=generator) ** 3
-    return alike * common + 0.3 * torch.randn(workers, sum(SIZES.values()), generator=generator)
-
-
 def lgc(instance: str = "all_reduce", **fields: Any) -> gw.LGC:
     defaults = {"density": 0.03, "innovation": 0.002, "full_rounds": FULL, "training_rounds": TRAINING}
     return gw.LGC(instance=instance, **(defaults | fields))
-
-
-def link_of(method: gw.Method | str, workers: int = 3, round: int = 0, seed: int = 0) -> gw.SimulatedLink:
-    parameters = [(n, torch.empty(k)) for n, k in SIZES.items()]
-    link = gw.SimulatedLink(parameters, method, workers, min_numel=100, seed=seed)
-    link.round = round
-    return link
-
-
-def residuals(link: gw.SimulatedLink) -> torch.Tensor:
-    state = link.state_dict()
-    ranks = [state[f"rank {r}"] for r in range(link.world_size)]
-    return torch.stack([torch.cat([rank["residual/a"], rank["residual/b"]]) for rank in ranks])
-
-
-def chosen(x: torch.Tensor, density: float = 0.03) -> torch.Tensor:
-    """Return the places of a worker's largest elements of both compressed parameters, in order of value."""
-    found = []
-    for at, n in ((0, 2000), (2000, 1200)):
-        part = x[at : at + n]
-        index = torch.sort(part.abs(), descending=True, stable=True).indices[: int(density * n)].sort().values
-        found.append(at + index[torch.sort(part[index], descending=True, stable=True).indices])
-    return torch.cat(found)
 
 
 @pytest.mark.parametrize("instance", INSTANCES)
@@ -150,20 +120,6 @@ def test_what_residuals_keep(instance: str) -> None:
         assert torch.equal(after, wanted)
 
 
-def sent(link: gw.SimulatedLink, round: int) -> list[int]:
-    before = [link.traffic(worker).sent_bytes for worker in range(link.world_size)]
-    link.reduce_(gradients(link.world_size, round))
-    return [link.traffic(worker).sent_bytes - b for worker, b in enumerate(before)]
-
-
-def up(count: int) -> int:
-    return -(-count // 16) * 16
-
-
-def two_shot(values: int, workers: int) -> int:
-    return 2 * (workers - 1) * (32 + up(-(-4 * values // workers)))
-
-
 @pytest.mark.parametrize("workers", [3, 4])
 def test_bytes_of_each_phase_by_all_reduce(workers: int) -> None:
     """12: to the byte but for positions, whose length depends on them: 96 of them in at most 96 * 6.6 / 8 + 8 bytes."""
@@ -186,16 +142,6 @@ def test_bytes_of_each_phase_by_all_reduce(workers: int) -> None:
             copies = {3: [2, 0, 0], 4: [2, 1, 0, 0]}[workers]
             counts = [count - n * weights for count, n in zip(counts, copies)]
         check_broadcast(counts, round, fixed)
-
-
-def check_broadcast(counts: list[int], round: int, fixed: int) -> None:
-    """Check that a leader told positions, of no more bytes than they may take, once to each of the others."""
-    workers = len(counts)
-    turned = counts[round % workers :] + counts[: round % workers]
-    copies = {3: [2, 0, 0], 4: [2, 1, 0, 0]}[workers]
-    one = turned[0] // 2
-    assert turned == [n * one for n in copies]
-    assert fixed < one <= fixed + up(96 * 7 // 8 + 8)
 
 
 def test_bytes_of_the_third_phase_with_a_server() -> None:

@@ -10,42 +10,13 @@ import torch
 
 import gradwire as gw
 from gradwire.errors import HyperparameterError
+from phases import FULL, SIZES, TRAINING, check_broadcast, chosen, gradients, link_of, residuals, sent, two_shot, up
 
-SIZES = {"a": 2000, "b": 1200, "small": 40}
 COUNTS = [60, 36]
-FULL, TRAINING = 2, 3
-
-
-def gradients(workers: int, round: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(round)
-    common = torch.randn(sum(SIZES.values()), generator=generator) ** 3
-    return common + 0.3 * torch.randn(workers, sum(SIZES.values()), generator=generator)
 
 
 def curve(**fields: Any) -> gw.RankCurve:
     return gw.RankCurve(**({"density": 0.03, "full_rounds": FULL, "training_rounds": TRAINING} | fields))
-
-
-def link_of(method: gw.Method | str, workers: int = 3, round: int = 0) -> gw.SimulatedLink:
-    link = gw.SimulatedLink([(n, torch.empty(k)) for n, k in SIZES.items()], method, workers, min_numel=100)
-    link.round = round
-    return link
-
-
-def residuals(link: gw.SimulatedLink) -> torch.Tensor:
-    state = link.state_dict()
-    ranks = [state[f"rank {r}"] for r in range(link.world_size)]
-    return torch.stack([torch.cat([rank["residual/a"], rank["residual/b"]]) for rank in ranks])
-
-
-def ordered(x: torch.Tensor) -> torch.Tensor:
-    """Return the places of a worker's largest elements of both compressed parameters, in order of value."""
-    found = []
-    for at, n, k in ((0, 2000, 60), (2000, 1200, 36)):
-        part = x[at : at + n]
-        index = torch.sort(part.abs(), descending=True, stable=True).indices[:k].sort().values
-        found.append(at + index[torch.sort(part[index], descending=True, stable=True).indices])
-    return torch.cat(found)
 
 
 def scales(leaders: torch.Tensor) -> torch.Tensor:
@@ -78,7 +49,7 @@ def test_the_outcome_is_the_curve_at_the_leaders_order_and_scales(workers: int) 
             p[:, :3200] += residuals(link)
         mean = link.reduce_(gradients(workers, round))
         if round >= FULL:
-            places = ordered(p[round % workers])
+            places = chosen(p[round % workers])
             curves.append((mean[places] / scales(p[round % workers, places])).double())
     wanted = torch.stack(curves).mean(0)
     state = link.state_dict()["global"]
@@ -88,7 +59,7 @@ def test_the_outcome_is_the_curve_at_the_leaders_order_and_scales(workers: int) 
         p = gradients(workers, round)
         p[:, :3200] += residuals(link)
         mean = link.reduce_(gradients(workers, round))
-        places = ordered(p[round % workers])
+        places = chosen(p[round % workers])
         found = scales(p[round % workers, places]) * wanted.float()
         assert torch.allclose(mean[places], found, rtol=1e-5, atol=1e-6)
         outside = torch.ones(3240, dtype=torch.bool)
@@ -124,40 +95,21 @@ def test_what_residuals_keep() -> None:
             assert torch.allclose(after, p - mean, rtol=1e-5, atol=1e-5)
             continue
         wanted = p.clone()
-        wanted[:, ordered(p[5 % 4])] = 0
+        wanted[:, chosen(p[5 % 4])] = 0
         assert torch.equal(after, wanted)
-
-
-def up(count: int) -> int:
-    return -(-count // 16) * 16
-
-
-def two_shot(values: int, workers: int) -> int:
-    return 2 * (workers - 1) * (32 + up(-(-4 * values // workers)))
 
 
 @pytest.mark.parametrize("workers", [3, 4])
 def test_bytes_of_each_phase(workers: int) -> None:
     """5: to the byte but for positions, of which 96 take at most 96 * 7 / 8 + 8 bytes."""
-    link, seen = link_of(curve(), workers), [0] * workers
+    link = link_of(curve(), workers)
+    for round in range(FULL):
+        assert sent(link, round) == [two_shot(3240, workers)] * workers
     maximum = (workers - 1) * (2 * 4 + 8)
-    order = up(-(-96 * 6 // 8))
-    copies = {3: [2, 0, 0], 4: [2, 1, 0, 0]}[workers]
-    beside = {"learning": two_shot(96 + 40, workers), "learned": two_shot(40, workers)}
-    for round in range(FULL + TRAINING + 3):
-        link.reduce_(gradients(workers, round))
-        now = [link.traffic(worker).sent_bytes for worker in range(workers)]
-        sent, seen = [b - a for a, b in zip(seen, now)], now
-        if round < FULL:
-            assert sent == [two_shot(3240, workers)] * workers
-            continue
-        fixed = beside["learning" if round < FULL + TRAINING else "learned"] + maximum
-        broadcast = [count - fixed for count in sent]
-        turned = broadcast[round % workers :] + broadcast[: round % workers]
-        one = turned[0] // copies[0]
-        assert turned == [n * one for n in copies]
-        head = 8 + 32 + 16 + 16 + order
-        assert head < one <= head + up(96 * 7 // 8 + 8)
+    for round in range(FULL, FULL + TRAINING + 3):
+        values = 96 + 40 if round < FULL + TRAINING else 40
+        counts = [count - two_shot(values, workers) - maximum for count in sent(link, round)]
+        check_broadcast(counts, round, 8 + 32 + 16 + 16 + up(-(-96 * 6 // 8)))
 
 
 def test_fewer_bytes_than_lgc_in_both_of_the_later_phases() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -182,6 +182,13 @@ def forward_together(
     return rows
 
 
+def _in_a_row(
+    layer: Callable[[int, int], GraphLayer], features: int, classes: int, width: int, layers: int
+) -> list[GraphLayer]:
+    sizes = [features, *[width] * (layers - 1), classes]
+    return [layer(a, b) for a, b in itertools.pairwise(sizes)]
+
+
 class GCN(GraphNetwork):
     """A graph convolutional network with rectifiers (Kipf, Welling, ICLR 2017).
 
@@ -193,8 +200,7 @@ class GCN(GraphNetwork):
     """
 
     def __init__(self, features: int, classes: int, *, width: int = 64, layers: int = 2) -> None:
-        sizes = [features, *[width] * (layers - 1), classes]
-        super().__init__([GCNLayer(a, b) for a, b in itertools.pairwise(sizes)])
+        super().__init__(_in_a_row(GCNLayer, features, classes, width, layers))
 
 
 class GraphSAGE(GraphNetwork):
@@ -208,8 +214,7 @@ class GraphSAGE(GraphNetwork):
     """
 
     def __init__(self, features: int, classes: int, *, width: int = 64, layers: int = 2) -> None:
-        sizes = [features, *[width] * (layers - 1), classes]
-        super().__init__([SAGELayer(a, b) for a, b in itertools.pairwise(sizes)])
+        super().__init__(_in_a_row(SAGELayer, features, classes, width, layers))
 
 
 class GAT(GraphNetwork):

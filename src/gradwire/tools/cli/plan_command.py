@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from gradwire.tools.bench.profile import profile_name, profile_script
 from gradwire.tools.cli.options import PlanOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_plan
 from gradwire.tools.experiments.errors import UsageError
-from gradwire.tools.lab import parse_delay, parse_rate
+from gradwire.tools.lab import parse_delay, parse_rate, parse_share
 from gradwire.tools.report.verdict import rate_text, seconds_text
 
 METHODS = ("bf16", "fp16", "terngrad", "coded")
@@ -51,7 +50,9 @@ def plan(options: PlanOptions) -> None:
             f"--cores {options.cores}: at least 1 is needed; leave it out where no worker waits for a core"
         )
     check_figure(options.figure)
-    delay_s, loss = parse_delay(options.delay), _share(options.loss)
+    delay_s, loss = parse_delay(options.delay), parse_share(options.loss)
+    if loss >= 1:
+        raise UsageError(f"--loss {options.loss}: below 100% is needed")
     links = {_rate(link): link for link in (_link(text, delay_s, loss) for text in options.bandwidth or BANDWIDTHS)}
     counts = list(options.hosts or HOSTS)
     if min(counts) < 1 or ranks_per_host < 1 or min(counts) * ranks_per_host < 2:
@@ -120,19 +121,6 @@ def plan(options: PlanOptions) -> None:
 def _link(text: str, delay_s: float, loss: float) -> LinkModel:
     rate = parse_rate(text)
     return LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=delay_s, loss=loss)
-
-
-def _share(text: str) -> float:
-    """Read a share such as ``0.1%``.
-
-    Raises:
-        UsageError: it is not a number of per cent from 0 to below 100.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
-    share = float(found[1]) / 100 if found else 1.0
-    if share >= 1.0:
-        raise UsageError(f"--loss {text!r}: a number of per cent below 100 is needed, such as 0.1%")
-    return share
 
 
 def _rate(link: LinkModel) -> str:
