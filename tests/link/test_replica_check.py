@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.kernels.checksum.operations import _variant as checksum_loop
 from gradwire.link.handshake import digest
 from ranks import Ranks, fresh_ranks
 
@@ -120,6 +121,40 @@ def test_a_step_that_a_rank_leaves_out_is_an_error_on_all_ranks(spec: str, parts
 )
 def test_ranks_that_step_alike_pass(three_ranks: Ranks, spec: str, options: dict[str, Any]) -> None:
     assert set(three_ranks(drifting, spec, 2, None, options)) == {(12, "None")}
+
+
+def compiled_late(spec: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Return how often the loop of checksums was made ready by attach, and how often by then and a dozen rounds."""
+    module = DistributedDataParallel(nn.Sequential(small(), nn.BatchNorm1d(5)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    checksum_loop.cache_clear()
+    link = gw.attach(module, spec, optimizer=optimizer, min_numel=0, **options)
+    before = checksum_loop.cache_info().misses
+    for step in range(12):
+        optimizer.zero_grad()
+        backward(module, step)
+        optimizer.step()
+    link.close()
+    return before, checksum_loop.cache_info().misses
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("fp32", {"check_every": 3}),
+        ("fp32", {"fallback": "bf16", "fallback_limit": 0.1}),
+        ("fp16", {}),
+        ("LocalSGD(every=4)", {}),
+        ("EASGD(every=4)", {}),
+        ("Auto(candidates=('fp32', 'bf16'))", {}),
+    ],
+)
+def test_nothing_is_compiled_by_a_message_between_rounds(
+    three_ranks: Ranks, spec: str, options: dict[str, Any]
+) -> None:
+    """Methods without kernels compile no checksums for payloads; on a new machine that would be a stall of seconds."""
+    for before, after in three_ranks(compiled_late, spec, options):
+        assert before == after
 
 
 def apart(spec: str, changes: bool) -> list[str]:

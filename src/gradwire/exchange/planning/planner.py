@@ -215,7 +215,12 @@ class Planner:
             BackendError: the backend is not installed.
         """
         compiled_s = self.kernels.warm_up(self.method.traits.kernels) if self.method.traits.kernels else 0.0
-        return compiled_s + (checksum.warm_up() if self.method.traits.kernels or self.dense else 0.0)
+        return compiled_s + (checksum.warm_up() if self._seals() else 0.0)
+
+    def _seals(self) -> bool:
+        """Return whether messages of this exchange, or of its link between two rounds, have checksums."""
+        told = self.options.check_every or self.options.fallback is not None or self.method.traits.local_steps
+        return bool(self.method.traits.kernels or self.dense or told)
 
     def measure_coders(self) -> dict[str, float]:
         """Return the seconds of each open coder; see :func:`gradwire.exchange.planning.measure_coders`."""

@@ -14,6 +14,7 @@ from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.protocols import REDUCE_SCATTER
+from gradwire.kernels import checksum
 from gradwire.link.failures import WarnOnce
 from gradwire.link.selection.autotune import Autotuner, Change, Channel, FixedSelection, Selection
 from gradwire.link.selection.link_cost import CoderSelection
@@ -225,6 +226,8 @@ def make_selection(
 
     chosen: Selection
     if isinstance(method, Auto):
+        # Trials are compared by sealed messages, whatever the candidates send.
+        compiled_s.append(checksum.warm_up())
         chosen = Autotuner(method, {spec: ready(read_method(spec), options) for spec in method.candidates})
     else:
         chosen = FixedSelection(ready(method, options))
