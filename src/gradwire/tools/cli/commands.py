@@ -252,7 +252,7 @@ def expected(config: RunConfig, methods: Sequence[str]) -> list[str]:
     return [
         f"Predicted, not measured: on {config.workers} machines at 100 Mbit/s a step would take {', '.join(steps)} "
         f"(by the model, with the speed of {whose} collectives).",
-        f"Far apart, its exchange would wait for {', '.join(delays)} one-way delays of the network.",
+        f"Where machines are far apart, one-way delays count. An exchange waits for {', '.join(delays)}.",
         f"gradwire plan --profile {config.task.name} predicts other links and numbers of machines.",
     ]
 
