@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,42 @@ import pytest
 from gradwire.kernels import compiling as turns
 from gradwire.kernels.compiling import in_turn
 
-FORK = multiprocessing.get_context("fork")
+COMPILER = """
+import os, sys, time
+from pathlib import Path
+from gradwire.kernels.compiling import in_turn
+
+folder, first = Path(sys.argv[1]), [True]
+
+def compile_part(part):
+    with (folder / "log").open("a", buffering=1) as log:
+        log.write(f"begin {part} {os.getpid()}\\n")
+        until = time.monotonic() + 60
+        while first and len(set((folder / "log").read_text().split()) - {"begin", "end", "a", "b"}) < 2:
+            assert time.monotonic() < until, "no other process compiles"
+            time.sleep(0.01)
+        first.clear()
+        log.write(f"end {part} {os.getpid()}\\n")
+
+def killed(part):
+    os.kill(os.getpid(), 9)
+
+in_turn(sys.argv[3].split(), {"compile": compile_part, "die": killed}[sys.argv[2]], folder)
+"""
 
 
-def compile_beside_another(folder: Path, both_compile: Any) -> None:
-    """Be one of two processes that start together; write down when each part begins and ends.
+def compiler(folder: Path, does: str, parts: str) -> subprocess.Popen[bytes]:
+    """Start a process that compiles parts under locks in a folder, and writes down when each begins and ends.
 
-    The first part that a process compiles ends only when the other process is compiling, too.
+    The first part that it compiles ends only when another process compiles, too. It is a process of its own rather than
+    a fork: pytest's has threads, whose locks a fork could inherit taken.
     """
-    first = [True]
-
-    def compile_part(part: str) -> None:
-        with (folder / "log").open("a", buffering=1) as log:
-            log.write(f"begin {part} {os.getpid()}\n")
-            if first.pop() if first else False:
-                both_compile.wait(30)
-            log.write(f"end {part} {os.getpid()}\n")
-
-    in_turn(["a", "b"], compile_part, folder)
+    return subprocess.Popen([sys.executable, "-c", COMPILER, str(folder), does, parts])
 
 
 def test_a_part_is_in_the_hands_of_one_process_at_a_time_and_parts_are_shared(tmp_path: Path) -> None:
-    both_compile = FORK.Barrier(2)
-    processes = [FORK.Process(target=compile_beside_another, args=(tmp_path, both_compile)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
+    processes = [compiler(tmp_path, "compile", "a b") for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     for part in "ab":
         own = [(what, by) for what, which, by in lines if which == part]
@@ -67,10 +75,7 @@ def test_other_sources_are_compiled_under_the_lock_again(tmp_path: Path, monkeyp
 
 
 def test_a_compiler_that_is_killed_or_fails_leaves_no_lock_and_no_note(tmp_path: Path) -> None:
-    process = FORK.Process(target=in_turn, args=(["a"], lambda part: os.kill(os.getpid(), signal.SIGKILL), tmp_path))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert compiler(tmp_path, "die", "a").wait() == -signal.SIGKILL
     with pytest.raises(OSError, match="no such instruction"):
         in_turn(["a"], lambda part: (_ for _ in ()).throw(OSError("no such instruction")), tmp_path)
     done: list[str] = []
