@@ -26,7 +26,7 @@ def test_a_step_at_100_mbit_is_predicted_for_each_method_and_said_to_be(
     assert ", terngrad " in first
     assert "diloco" not in first, "its steps without an exchange are no measure of its time to an accuracy"
     assert "a reference machine's collectives" in first
-    assert "one-way delays count. An exchange waits for 12 with fp32, 6 with terngrad." in far
+    assert "one-way delays count. An exchange waits for 12 with fp32, 3 with terngrad." in far
     assert "gradwire plan --profile digits" in second
     DEFAULT.save(kept)
     assert "this machine's collectives" in expected(PLAN, ["fp32"])[0]

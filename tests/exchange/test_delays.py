@@ -91,13 +91,13 @@ def step(world_size: int, *plans: Listed, lanes: int = 2) -> int:
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_rows_of_all_ranks_take_a_request_and_a_message(world_size: int, size: int) -> None:
-    assert counted(world_size, to_all(size)) == Delays({"rows to all": 2})
-    assert counted(world_size, to_each(size)) == Delays({"rows to each": 2})
-    assert counted(world_size, to_each(size, lengths=True)) == Delays({"lengths": 2, "rows to each": 2})
+def test_rows_of_all_ranks_were_requested_before_and_take_a_message(world_size: int, size: int) -> None:
+    assert counted(world_size, to_all(size)) == Delays({"rows to all": 1})
+    assert counted(world_size, to_each(size)) == Delays({"rows to each": 1})
+    assert counted(world_size, to_each(size, lengths=True)) == Delays({"rows to each": 1})
     two_shot = counted(world_size, reduced("max", 8), to_each(size), to_all(size))
-    assert two_shot == Delays({"agreement": 2, "rows to each": 2, "rows to all": 2})
-    assert (two_shot.count, str(two_shot)) == (6, "2 agreement + 2 rows to each + 2 rows to all")
+    assert two_shot == Delays({"agreement": 1, "rows to each": 1, "rows to all": 1})
+    assert (two_shot.count, str(two_shot)) == (3, "1 agreement + 1 rows to each + 1 rows to all")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
@@ -135,35 +135,35 @@ def test_a_value_is_requested_when_its_length_has_arrived(world_size: int, count
 
 
 def test_a_receive_posted_early_hides_its_request() -> None:
-    assert counted(4, hop(0)).count == 2
-    assert counted(4, hop(0), hop(1), hop(2)) == Delays({"neighbours": 4})
-    # The other way round a rank asks for a row when its own row has been asked for: three requests, and the last row.
-    assert counted(4, hop(2), hop(1), hop(0)).count == 4
+    assert counted(4, hop(0)).count == 1
+    assert counted(4, hop(0), hop(1), hop(2)) == Delays({"neighbours": 3})
+    # The other way round every rank has its row when the sender of the next one has not yet read its own.
+    assert counted(4, hop(2), hop(1), hop(0)).count == 1
 
 
 def test_messages_within_a_machine_take_no_delay() -> None:
     inside = Scope("node", ((0, 1), (2, 3)), local=True)
     between = Scope("between nodes", ((0, 2), (1, 3)))
     assert counted(4, to_all(scope=inside)).count == 0
-    assert counted(4, to_all(scope=inside), to_all(scope=between), to_all(scope=inside)).count == 2
+    assert counted(4, to_all(scope=inside), to_all(scope=between), to_all(scope=inside)).count == 1
 
 
 def test_lanes_run_side_by_side_until_rows_are_large() -> None:
     small = Listed(to_each(), to_all(last=True))
-    assert [step(3, *[small] * buckets) for buckets in (1, 2, 3)] == [4, 4, 8]
+    assert [step(3, *[small] * buckets) for buckets in (1, 2, 3)] == [2, 2, 4]
     large = Listed(reduced("max", 8), to_each(LARGE), to_all(LARGE, last=True))
     # The second bucket's scalers go beside the first bucket's rows, for which its own rows wait.
-    assert [step(3, *[large] * buckets) for buckets in (1, 2)] == [6, 10]
+    assert [step(3, *[large] * buckets) for buckets in (1, 2)] == [3, 5]
     ends_small = Listed(to_each(LARGE, last=True), to_all())
-    assert step(3, ends_small, large) == 2 + 4
-    assert step(3, small, small, lanes=1) == 8
+    assert step(3, ends_small, large) == 1 + 2
+    assert step(3, small, small, lanes=1) == 4
 
 
 def test_each_group_of_a_scope_gives_its_turn_back() -> None:
     pairs = Scope("pairs", ((0, 1), (2, 3)))
     # Ranks 2 and 3 receive later than ranks 0 and 1, and so send the next bucket's rows later.
     late = Listed(hop(2), to_all(LARGE, last=True, scope=pairs))
-    assert [step(4, *[late] * buckets) for buckets in (1, 2)] == [4, 6]
+    assert [step(4, *[late] * buckets) for buckets in (1, 2)] == [2, 3]
 
 
 def test_a_backend_runs_two_collectives_at_a_time_on_each_lane() -> None:
@@ -210,24 +210,24 @@ def test_every_method_has_a_count_that_depends_on_its_protocol_alone(method: gw.
             assert all(delays > 0 for delays in found.phases.values())
 
 
-def test_a_protocol_with_a_message_more_has_two_delays_more() -> None:
+def test_a_protocol_with_a_message_more_has_a_delay_more() -> None:
     def of(spec: str, collective: str) -> int:
         return planned(gw.method(spec), 4, [200])[collective].count
 
-    assert of("TernGrad(clip=None, share_scaler=True)", "two_shot") == 6
-    assert of("TernGrad(clip=None, share_scaler=True)", "all_gather") == 4
-    assert of("TernGrad(clip=None, share_scaler=False)", "all_gather") == 2
-    # Coded rows are preceded by their lengths.
-    assert of("Coded(TernGrad())", "all_gather") == of("TernGrad()", "all_gather") + 2
+    assert of("TernGrad(clip=None, share_scaler=True)", "two_shot") == 3
+    assert of("TernGrad(clip=None, share_scaler=True)", "all_gather") == 2
+    assert of("TernGrad(clip=None, share_scaler=False)", "all_gather") == 1
+    # The lengths of coded rows travel beside them.
+    assert of("Coded(TernGrad())", "all_gather") == of("TernGrad()", "all_gather")
 
 
 def test_a_step_of_two_buckets_is_planned_as_a_link_runs_it() -> None:
     parameters = {name: torch.empty(1 << 22, device="meta") for name in ("first", "second")}
     planner = Planner(gw.method("terngrad"), parameters, 4, Options())
     one, two = planner.delays([["first"]]), planner.delays([["first"], ["second"]])
-    assert one == Delays({"agreement": 2, "rows to each": 2, "rows to all": 2})
+    assert one == Delays({"agreement": 1, "rows to each": 1, "rows to all": 1})
     # Rows of 200 kB wait for the rows before them, scalers do not.
-    assert two.count == one.count + 4
+    assert two.count == one.count + 2
 
 
 def test_two_levels_wait_for_the_messages_between_nodes_alone() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +26,9 @@ def test_reductions_of_the_same_values_are_told_apart() -> None:
     transport, sealed = GlooTransport(dist.HashStore(), 0, 1, WAIT), list[list[int]]()
     gather = transport._gather
 
-    def noted(send: torch.Tensor, recv: torch.Tensor) -> torch.Tensor:
+    def noted(send: torch.Tensor, recv: torch.Tensor, place: Hashable) -> torch.Tensor:
         sealed.append(send.tolist())
-        return gather(send, recv)
+        return gather(send, recv, place)
 
     transport._gather = noted  # type: ignore[method-assign]
     for _ in range(2):
@@ -44,9 +44,12 @@ class Still(Transport):
 
     rank, world_size = 0, 3
 
-    def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
+    def execute(self, op: Op, wait_for_turn: Callable[[], None], place: Hashable = None) -> torch.Tensor:
         assert isinstance(op, SendRecv)
         return op.recv
+
+    def end_job(self) -> None:
+        """Prepare nothing."""
 
     def close(self, broken: bool) -> None:
         """End nothing."""

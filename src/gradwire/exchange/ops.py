@@ -3,8 +3,9 @@
 A protocol is a generator: it yields one of these and receives a tensor. It does no input or output itself, so that the
 same code runs on a real group, in a simulation and in a dry run (see :mod:`gradwire.exchange.drivers`). Every rank
 yields the same kinds of operations, in the same order and with matching sizes. They never depend on values in a tensor,
-except for the lengths of rows. An operation with a ``scope`` is executed in each of its groups separately: "all ranks"
-then are those of the group, and only they must yield the same.
+except for the lengths of rows. A reply may be in a buffer of the driver, and is valid until the protocol returns. An
+operation with a ``scope`` is executed in each of its groups separately: "all ranks" then are those of the group, and
+only they must yield the same.
 """
 
 from __future__ import annotations
@@ -103,10 +104,10 @@ class AllGather:
 
 @dataclass(frozen=True, eq=False)
 class SendRecv:
-    """Send ``send`` (uint8 ``[bytes]``) to rank ``to`` and receive as much from rank ``source``; the reply is ``recv``.
+    """Send ``send`` (uint8 ``[bytes]``) to rank ``to`` and receive as much from rank ``source``; the reply came from it.
 
     All ranks yield it at the same time. ``to`` or ``source`` or both may be None, for no peer; without a source
-    ``recv`` does not change. Peers depend on the ranks alone.
+    the reply is ``recv``, which does not change. Peers depend on the ranks alone.
 
     ``lengths`` and ``arrived`` (int64 ``[1]``) are as for :class:`AllToAll`: the number of bytes, which is sent first.
     So is ``last``.

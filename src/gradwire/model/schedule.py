@@ -191,7 +191,9 @@ def step_time(
             travel_s = resending_s = 0.0
             if not inside:
                 travel_s = stage.delays * link.latency_s
-                resending_s = link.resending_s(2 * stage.messages * len(ranks), stage.delays // 2)
+                # A ring asks for each message in its turn; other messages have been asked for before.
+                turns, each = (stage.delays // 2, 2) if ring else (stage.delays, 1)
+                resending_s = link.resending_s(each * stage.messages * len(ranks), turns)
             # Bytes that the network link could carry in the time that these take.
             sent_bytes = leaving / efficiency if speed or rate < math.inf else 0.0
             # A ring has two segments under way at a time: of two places, one's bytes are sent while the other's travel.

@@ -1,13 +1,13 @@
 """A simulated clock that counts one-way delays: every message takes one, and everything else takes no time.
 
-The clock follows the messages of Gloo's transport, as `gloo/transport/tcp/pair.cc`, `gloo/alltoall.cc`,
-`gloo/broadcast.cc` and `gloo/allreduce.cc` describe them:
+The clock follows the messages of Gloo's transport, as `gloo/transport/tcp/pair.cc`, `gloo/broadcast.cc` and
+`gloo/allreduce.cc` describe them, in a round like the one before:
 
 - A receive sends a *request* to the sender, and the sender sends a message when the request has arrived. Where both
   sides begin at the same time, a message so takes two delays: the request's and its own. An earlier receive hides the
   request.
-- An all-to-all posts all receives and all sends at once, as do rows that are sent one at a time: two delays.
-- A row whose length depends on data follows an all-to-all of lengths, and is requested after it: four delays.
+- Rows to and from all ranks, and between two, were requested when those of the round before had been read: one delay.
+  The length of a row travels beside it.
 - A broadcast goes along a binomial tree whose receives are all posted at the beginning: 1 + floor(log2 N) delays.
 - An all-reduce is a ring for any number of bytes, since torch leaves Gloo's choice of an algorithm open; Gloo also has
   recursive halving and doubling ("bcube", 4 log2 N delays), which torch never asks for. Each of the 2 (N - 1) hops is
@@ -87,7 +87,7 @@ def op_delays(op: Op, world_size: int) -> int:
     size = world_size if op.scope is None else op.scope.place(0)[1]
     if isinstance(op, SendRecv):
         # Whether or not this rank has a peer: another one has, and the next operation waits for it.
-        return 0 if _inside(op) else 2 * (1 + (op.lengths is not None))
+        return 0 if _inside(op) else 1
     return latest(*_execute([op] * size, [Moment()] * size)).at
 
 
@@ -233,7 +233,7 @@ def _execute(ops: Sequence[Op], began: Sequence[Moment]) -> list[Moment]:
         return [latest(*began)] * len(began)
     if isinstance(first, Reduce):
         if gathers(first):
-            return _all_to_all(began, "agreement", in_turn=False)
+            return _all_to_all(began, "agreement")
         phase = "sum" if first.op == "sum" else "agreement"
         return _ring(first.value.numel(), first.value.element_size(), len(ops), began, phase)
     if isinstance(first, Broadcast):
@@ -242,45 +242,27 @@ def _execute(ops: Sequence[Op], began: Sequence[Moment]) -> list[Moment]:
             now = _broadcast(now, first.root, "lengths")
         return _broadcast(now, first.root, "broadcast")
     if isinstance(first, SendRecv):
-        pairs = [op for op in ops if isinstance(op, SendRecv)]
-        now = began
-        if first.lengths is not None:
-            now = _swap(pairs, now, "lengths")
-        return _swap(pairs, now, "neighbours")
-    now = began
-    if first.lengths is not None:
-        now = _all_to_all(now, "lengths", in_turn=False)
-    return _all_to_all(now, "rows to each" if isinstance(first, AllToAll) else "rows to all", in_turn=large(first))
+        return _swap([op for op in ops if isinstance(op, SendRecv)], began, "neighbours")
+    return _all_to_all(began, "rows to each" if isinstance(first, AllToAll) else "rows to all")
 
 
 def _together(began: Sequence[Moment]) -> bool:
     return len({moment.at for moment in began}) == 1
 
 
-def _all_to_all(began: Sequence[Moment], phase: str, in_turn: bool) -> list[Moment]:
-    """All receives are posted at once, and all sends too, or one after the other, to the rank one place after first."""
+def _all_to_all(began: Sequence[Moment], phase: str) -> list[Moment]:
+    """All rows have been requested before, and leave at once."""
     if _together(began):
-        return [moment.later(phase, 2) for moment in began]
-    n = len(began)
-    ended = list(began)
-    for rank in range(n):
-        ready = began[rank]
-        for to in ((rank + places) % n for places in range(1, n)):
-            left = latest(ready, began[to].later(phase))
-            if in_turn:
-                ready = left
-            ended[rank] = latest(ended[rank], left)
-            ended[to] = latest(ended[to], left.later(phase))
-    return ended
+        return [moment.later(phase) for moment in began]
+    arrived = [moment.later(phase) for moment in began]
+    return [latest(own, *(a for rank, a in enumerate(arrived) if rank != to)) for to, own in enumerate(began)]
 
 
 def _swap(ops: Sequence[SendRecv], began: Sequence[Moment], phase: str) -> list[Moment]:
     ended = list(began)
     for rank, op in enumerate(ops):
         if op.to is not None:
-            left = latest(began[rank], began[op.to].later(phase))
-            ended[rank] = latest(ended[rank], left)
-            ended[op.to] = latest(ended[op.to], left.later(phase))
+            ended[op.to] = latest(ended[op.to], began[rank].later(phase))
     return ended
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -168,7 +169,7 @@ class Lane:
         self._turns, self._ticket = turns or TransferOrder(), 0
         self._turn_s = 0.0
         self.meter = Meter(rank)
-        self.name, self._label = name, ""
+        self.name, self._label, self._operations = name, "", 0
         self.trace: Trace | None = None
         self._begun = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -300,6 +301,7 @@ class Lane:
             try:
                 if wait is not None:
                     wait()
+                self._operations = 0
                 value = [self._drive(generator) for generator in generators][-1]
                 self._turns.give_back(self._ticket)
             except Exception as raised:
@@ -309,9 +311,17 @@ class Lane:
                 _let_go(future.error)
                 self._hang_up()
                 self._turns.give_back(self._ticket)
+            else:
+                self._end_job()
             # Release tensors now and not when the next job arrives.
             del job, wait, generators, future, value, error
         self._hang_up(broken=False)
+
+    def _end_job(self) -> None:
+        """Let the transports prepare for the next round; what breaks in it is told by the next operation."""
+        for transport in (self._transports or {}).values():
+            with contextlib.suppress(RuntimeError):
+                transport.end_job()
 
     def _hang_up(self, broken: bool = True) -> None:
         # Close this lane's connections, so that the other ranks notice the failure now and not after the group's
@@ -323,7 +333,9 @@ class Lane:
     def _wire(self, op: Op) -> torch.Tensor:
         began_s, self._turn_s = time.perf_counter(), 0.0
         try:
-            reply = self._transport(op).execute(op, _no_wait if _stays_local(op) else self._wait_for_turn)
+            place = (self._label, self._operations)
+            self._operations += 1
+            reply = self._transport(op).execute(op, _no_wait if _stays_local(op) else self._wait_for_turn, place)
         except PayloadError as error:
             raise error if op.scope is None else error.numbered(op.scope.ranks(self.rank)) from None
         except RuntimeError as error:

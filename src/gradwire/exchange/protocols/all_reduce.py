@@ -91,7 +91,7 @@ def gathered_values(context: Context, tag: int, values: torch.Tensor) -> Exchang
     layout.write(send, head, [body], context.rank, [EVERYONE])
     received = yield AllGather(send[0], send.new_empty((context.world_size, layout.row_bytes)))
     (rows,) = layout.read(received, head, EVERYONE)
-    return rows[:, :size].contiguous().view(values.dtype).reshape(context.world_size, *values.shape)
+    return rows[:, :size].clone().view(values.dtype).reshape(context.world_size, *values.shape)
 
 
 def _add(original: torch.Tensor, segments: Sequence[Segment] | None) -> Callable[[torch.Tensor, float], None]:

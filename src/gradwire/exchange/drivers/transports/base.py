@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from gradwire.exchange.wire import open_sealed, sealed
 class Transport(ABC):
     """The connections of one lane among some ranks.
 
-    All these ranks execute the same operations in the same order, which the lane determines; a transport does not
-    depend on jobs, methods or buckets.
+    All these ranks execute the same operations in the same order, which the lane determines; a transport knows neither
+    methods nor buckets.
 
     Attributes:
         rank: This rank among them.
@@ -28,12 +28,14 @@ class Transport(ABC):
     world_size: int
 
     @abstractmethod
-    def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
-        """Execute an operation, and return the reply.
+    def execute(self, op: Op, wait_for_turn: Callable[[], None], place: Hashable = None) -> torch.Tensor:
+        """Execute an operation, and return the reply, which is valid until :meth:`end_job`.
 
         Args:
             wait_for_turn: Called before rows that are long enough to fill the network; returns when it is the lane's
                 turn.
+            place: Name of the operation's place among jobs that recur, the same on all ranks, so that a transport can
+                prepare for the next time; None: it does not recur, and the reply is in the operation's own buffer.
 
         Raises:
             RuntimeError: the connection broke, or another rank executed another operation.
@@ -46,6 +48,10 @@ class Transport(ABC):
             TypeError: the operation needs buffers of the transport, and so the thread of its lane.
         """
         raise TypeError(f"{type(op).__name__}: this operation needs buffers of the lane, and so its thread")
+
+    @abstractmethod
+    def end_job(self) -> None:
+        """Prepare for the next operations at the places of those executed last, whose replies are no longer used."""
 
     @abstractmethod
     def close(self, broken: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -50,9 +50,9 @@ class NCCLTransport(Transport):
         backend.eager_connect_single_device(torch.device(device.name))
         return cls(backend, host, device, checks)
 
-    def execute(self, op: Op, wait_for_turn: Callable[[], None]) -> torch.Tensor:
+    def execute(self, op: Op, wait_for_turn: Callable[[], None], place: Hashable = None) -> torch.Tensor:
         if not self._device.holds(op.value if isinstance(op, (Reduce, Broadcast)) else op.send):
-            return self._host.execute(op, wait_for_turn)
+            return self._host.execute(op, wait_for_turn, place)
         if large(op):
             wait_for_turn()
         if isinstance(op, Reduce):
@@ -68,6 +68,9 @@ class NCCLTransport(Transport):
         else:
             self._gather(op.send, op.recv)
         return op.recv
+
+    def end_job(self) -> None:
+        self._host.end_job()
 
     def close(self, broken: bool) -> None:
         # If other ranks are gone, waiting for pending operations would never end.
@@ -89,7 +92,7 @@ class NCCLTransport(Transport):
     def _tell(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
         """Send lengths, which are in main memory, and return those received."""
         received = torch.empty((self.world_size, LENGTH_BYTES), dtype=torch.uint8)
-        self._host.execute(AllToAll(announce(lengths), received), lambda: None)
+        received = self._host.execute(AllToAll(announce(lengths), received), lambda: None)
         return announced(received, self.rank, op.recv.view(self.world_size, -1).shape[1])
 
     def _of_lengths(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
@@ -120,10 +123,10 @@ class NCCLTransport(Transport):
     def _swap(self, op: SendRecv) -> torch.Tensor:
         sent, room = op.send, op.recv
         if op.lengths is not None and op.arrived is not None:
-            told = torch.zeros((1, LENGTH_BYTES), dtype=torch.uint8)
-            self._host.execute(SendRecv(announce(op.lengths)[0], told[0], op.to, op.source), lambda: None)
+            told = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
+            told = self._host.execute(SendRecv(announce(op.lengths)[0], told, op.to, op.source), lambda: None)
             if op.source is not None:
-                op.arrived.copy_(announced(told, -1, op.recv.numel(), op.source))
+                op.arrived.copy_(announced(told.view(1, -1), -1, op.recv.numel(), op.source))
             sent, room = op.send[: int(op.lengths)], op.recv[: int(op.arrived)]
         self._pairs(
             [] if op.to is None else [(sent, op.to)],

@@ -1,0 +1,104 @@
+"""Receives that a transport posts before the operation that needs them.
+
+Gloo sends a message when its receiver's request has arrived. Where both sides begin an operation at the same time, a
+message so takes two one-way delays of the network: the request's and its own. Jobs recur in every round, with messages
+of the same sizes at the same places, so that the request for the next round's message can leave as soon as this round's
+has been read, and be there long before the sender begins: one delay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+
+RECURS = 2
+"""Number of times that a message must have come before its next receive is posted early.
+
+The layout of a first round, before DDP has arranged its buckets, does not recur; it would hold its buffers for ever,
+since a posted receive cannot be taken back.
+"""
+
+
+class Receives:
+    """The receives of one backend.
+
+    Args:
+        backend: A ``torch.distributed.ProcessGroupGloo``.
+        world_size: Number of its ranks.
+    """
+
+    def __init__(self, backend: Any, world_size: int) -> None:
+        self._backend, self._world_size = backend, world_size
+        self._slots: dict[tuple[Hashable, str, int], Slot] = {}
+        self._used: list[Slot] = []
+
+    def slot(self, place: Hashable, size: int, kind: str) -> Slot:
+        """Return the slot of a kind of messages of at most ``size`` bytes at a place; None: of all that do not recur.
+
+        Every rank must ask for the same slots in the same order, by which they are numbered. Messages of one slot and
+        one sender are received in the order in which they were sent.
+        """
+        slot = self._slots.get((place, kind, size))
+        if slot is None:
+            slot = self._slots[place, kind, size] = Slot(self._backend, len(self._slots), self._world_size, size)
+        if place is not None:
+            self._used.append(slot)
+        return slot
+
+    def end_job(self) -> None:
+        """Post the next receives of the slots that were used; call it when their messages have been read."""
+        used, self._used = self._used, []
+        for slot in used:
+            slot.post_next()
+
+
+class Slot:
+    """Messages of one place, one from each sender at a time.
+
+    Attributes:
+        tag: Number by which senders and receivers match messages.
+    """
+
+    def __init__(self, backend: Any, tag: int, world_size: int, size: int) -> None:
+        self.tag = tag
+        self._backend, self._shape = backend, (world_size, size)
+        self._rows: torch.Tensor | None = None
+        self._works: dict[int, Any] = {}
+        self._came: Counter[int] = Counter()
+        self._now: list[int] = []
+
+    def post(self, sources: Iterable[int], room: torch.Tensor) -> torch.Tensor:
+        """Post the receives of messages from some ranks, unless they have been; return the rows that they fill.
+
+        Args:
+            sources: Ranks that send a message. It may be shorter than a row.
+            room: Rows for the messages, uint8 ``[world_size, size]``, until the slot has rows of its own.
+
+        Returns:
+            ``[world_size, size]``, valid until :meth:`Receives.end_job`. Only rows of ``sources`` change.
+        """
+        rows = room if self._rows is None else self._rows
+        self._now = list(sources)
+        for source in self._now:
+            if source not in self._works:
+                self._works[source] = self._backend.recv([rows[source]], source, self.tag)
+        return rows
+
+    def wait(self) -> None:
+        """Wait for the messages."""
+        for source in self._now:
+            self._works.pop(source).wait()
+
+    def post_next(self) -> None:
+        """Post the receives of the next messages from the same ranks, into rows of this slot."""
+        self._came.update(self._now)
+        sources = [source for source in self._now if self._came[source] >= RECURS and source not in self._works]
+        if sources and self._rows is None:
+            self._rows = torch.empty(self._shape, dtype=torch.uint8)
+        for source in sources:
+            assert self._rows is not None
+            self._works[source] = self._backend.recv([self._rows[source]], source, self.tag)
+        self._now = []
