@@ -89,9 +89,9 @@ const GradwireModel = (() => {
       workS,
       kind: large ? "pairs" : stage.kind,
       sentBytes,
-      rounds: (large ? others : 1) + stage.lengths,
+      rounds: large ? others : 1,
       messages: others * (1 + stage.lengths),
-      delays: 2 * (1 + stage.lengths), // the request's and the row's, and before them those of its length
+      delays: 1, // it has been requested before
     };
   }
 
@@ -144,17 +144,12 @@ const GradwireModel = (() => {
     item.heldBytes = 0;
   }
 
-  function hasTurn(job) {
-    while (job.before && job.before.done) job.before = job.before.before;
-    return !job.before;
-  }
-
   function currentOf(jobs) {
     while (jobs.length) {
       const job = jobs[0];
       if (job.after && !job.after.done) return null;
       while (job.items.length && over(job.items[0])) job.items.shift();
-      if (job.items.length) return !job.items[0].inTurn || hasTurn(job) ? job.items[0] : null;
+      if (job.items.length) return job.items[0];
       job.done = true;
       jobs.shift();
     }
@@ -186,7 +181,9 @@ const GradwireModel = (() => {
   function moment(runners, flow, load) {
     const items = currentItems(runners);
     const working = items.filter((i) => i.cpuS > DONE);
-    const sending = items.filter(sends);
+    // Of items that take turns, the one of the earliest job sends.
+    const inTurn = items.filter((i) => sends(i) && i.turn !== null).sort((a, b) => a.turn - b.turn);
+    const sending = [...items.filter((i) => sends(i) && i.turn === null), ...inTurn.slice(0, 1)];
     const speed = working.length ? Math.min(1, runnersOf(load) / working.length) : 1;
     const rates = shares(sending, flow);
     const passed = Math.min(
@@ -204,7 +201,7 @@ const GradwireModel = (() => {
     cpuS: Math.max(0, seconds),
     latencyS: 0,
     bytes: 0,
-    inTurn: false,
+    turn: null,
     mostBytesPerS: Infinity,
     travelS: 0,
     heldBytes: 0,
@@ -232,7 +229,7 @@ const GradwireModel = (() => {
     const flow = link.bytesPerS ? link.bytesPerS / link.ranksPerHost : Infinity;
     const connection = connectionRate(link.latencyS, link.loss);
 
-    function itemsOf(stage) {
+    function itemsOf(stage, number) {
       const items = [];
       if (stage.workS) items.push(cpu(stage.workS * factor));
       if (stage.kind) {
@@ -243,7 +240,9 @@ const GradwireModel = (() => {
         const sent = leaving(link, stage.sentBytes, ring, workers);
         const rate = connection * (alone ? 1 : Math.max(1, workers - link.ranksPerHost));
         const travelS = stage.delays * link.latencyS;
-        const resent = resendingS(link, 2 * stage.messages * workers, Math.floor(stage.delays / 2));
+        // A ring asks for each message in its turn; other messages have been asked for before.
+        const [turns, each] = ring ? [Math.floor(stage.delays / 2), 2] : [stage.delays, 1];
+        const resent = resendingS(link, each * stage.messages * workers, turns);
         const bytes = link.bytesPerS || rate < Infinity ? sent / efficiency : 0;
         // Of a ring's two segments under way, one's bytes are sent while the other's travel.
         const heldBytes = ring && travelS ? bytes / 2 : 0;
@@ -254,7 +253,7 @@ const GradwireModel = (() => {
           mostBytesPerS: rate / efficiency,
           travelS: ring ? travelS : 0,
           heldBytes,
-          inTurn: stage.kind === "pairs",
+          turn: stage.kind === "pairs" ? number : null,
         });
       }
       return items;
@@ -262,11 +261,11 @@ const GradwireModel = (() => {
 
     const main = [];
     const runners = [main, ...Array.from({ length: lanes }, () => [])];
-    let last = null;
-    function queue(items, lane, after = null) {
-      const job = { items, after, before: last, done: false };
+    let jobs = 0;
+    function queue(stages, lane, after = null) {
+      const number = jobs++;
+      const job = { items: stages.flatMap((stage) => itemsOf(stage, number)), after, done: false };
       runners[1 + (lane % lanes)].push(job);
-      last = job;
       return job;
     }
     function submit(number, bucket) {
@@ -274,17 +273,17 @@ const GradwireModel = (() => {
         // Its first work was done by the thread that brought the bucket.
         bucket.chunks.forEach((chunk, i) => {
           const stages = chunk.map((s, k) => (k ? s : { ...s, workS: 0 }));
-          queue(stages.flatMap(itemsOf), number + i);
+          queue(stages, number + i);
         });
       } else if (bucket.chunks.length === 1) {
-        queue([...bucket.prepare, ...bucket.chunks[0]].flatMap(itemsOf), number);
+        queue([...bucket.prepare, ...bucket.chunks[0]], number);
       } else {
-        const first = queue(bucket.prepare.flatMap(itemsOf), number);
-        bucket.chunks.forEach((chunk, i) => queue(chunk.flatMap(itemsOf), number + i, first));
+        const first = queue(bucket.prepare, number);
+        bucket.chunks.forEach((chunk, i) => queue(chunk, number + i, first));
       }
     }
     function compute(seconds) {
-      main.push({ items: [cpu(seconds)], after: null, before: null, done: false });
+      main.push({ items: [cpu(seconds)], after: null, done: false });
       let passed = 0;
       while (currentOf(main)) passed += moment(runners, flow, load);
       return passed;

@@ -33,19 +33,19 @@ def rows(world_size: int, size: int) -> torch.Tensor:
     return torch.empty((world_size, size), dtype=torch.uint8, device="meta")
 
 
-def to_each(size: int = SMALL, lengths: bool = False, last: bool = False) -> Make:
+def to_each(size: int = SMALL, lengths: bool = False) -> Make:
     def make(context: Context) -> Op:
         n = context.world_size
         told = torch.full((n,), size) if lengths else None
-        return AllToAll(rows(n, size), rows(n, size), told, None if told is None else told.clone(), last)
+        return AllToAll(rows(n, size), rows(n, size), told, None if told is None else told.clone())
 
     return make
 
 
-def to_all(size: int = SMALL, last: bool = False, scope: Scope | None = None) -> Make:
+def to_all(size: int = SMALL, scope: Scope | None = None) -> Make:
     def make(context: Context) -> Op:
         n = context.world_size if scope is None else scope.place(context.rank)[1]
-        return AllGather(row(size), rows(n, size), last=last, scope=scope)
+        return AllGather(row(size), rows(n, size), scope=scope)
 
     return make
 
@@ -148,22 +148,18 @@ def test_messages_within_a_machine_take_no_delay() -> None:
     assert counted(4, to_all(scope=inside), to_all(scope=between), to_all(scope=inside)).count == 1
 
 
-def test_lanes_run_side_by_side_until_rows_are_large() -> None:
-    small = Listed(to_each(), to_all(last=True))
-    assert [step(3, *[small] * buckets) for buckets in (1, 2, 3)] == [2, 2, 4]
-    large = Listed(reduced("max", 8), to_each(LARGE), to_all(LARGE, last=True))
-    # The second bucket's scalers go beside the first bucket's rows, for which its own rows wait.
-    assert [step(3, *[large] * buckets) for buckets in (1, 2)] == [3, 5]
-    ends_small = Listed(to_each(LARGE, last=True), to_all())
-    assert step(3, ends_small, large) == 1 + 2
-    assert step(3, small, small, lanes=1) == 4
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_lanes_run_side_by_side(size: int) -> None:
+    plan = Listed(to_each(size), to_all(size))
+    assert [step(3, *[plan] * buckets) for buckets in (1, 2, 3)] == [2, 2, 4]
+    assert step(3, plan, plan, lanes=1) == 4
 
 
-def test_each_group_of_a_scope_gives_its_turn_back() -> None:
+def test_groups_of_a_scope_end_at_times_of_their_own() -> None:
     pairs = Scope("pairs", ((0, 1), (2, 3)))
-    # Ranks 2 and 3 receive later than ranks 0 and 1, and so send the next bucket's rows later.
-    late = Listed(hop(2), to_all(LARGE, last=True, scope=pairs))
-    assert [step(4, *[late] * buckets) for buckets in (1, 2)] == [2, 3]
+    # Ranks 2 and 3 receive later than ranks 0 and 1.
+    late = Listed(hop(2), to_all(LARGE, scope=pairs))
+    assert [step(4, *[late] * buckets) for buckets in (1, 2)] == [2, 2]
 
 
 def test_a_backend_runs_two_collectives_at_a_time_on_each_lane() -> None:
@@ -226,8 +222,8 @@ def test_a_step_of_two_buckets_is_planned_as_a_link_runs_it() -> None:
     planner = Planner(gw.method("terngrad"), parameters, 4, Options())
     one, two = planner.delays([["first"]]), planner.delays([["first"], ["second"]])
     assert one == Delays({"agreement": 1, "rows to each": 1, "rows to all": 1})
-    # Rows of 200 kB wait for the rows before them, scalers do not.
-    assert two.count == one.count + 2
+    # Rows of 200 kB wait for the rows before them to be sent, which takes no delay.
+    assert two.count == one.count
 
 
 def test_two_levels_wait_for_the_messages_between_nodes_alone() -> None:

@@ -154,7 +154,7 @@ def within(rank: int) -> Exchange[tuple[float, list[int], float]]:
     # Large enough to be sent in turn where the network is in question, and of another length in each group.
     size = 100_000 + rank % 2
     mine = torch.full((size,), rank, dtype=torch.uint8)
-    rows = yield AllGather(mine, torch.empty(2, size, dtype=torch.uint8), scope=ACROSS, last=True)
+    rows = yield AllGather(mine, torch.empty(2, size, dtype=torch.uint8), scope=ACROSS)
     late = yield AllGather(mine[:100_000], torch.empty(2, 100_000, dtype=torch.uint8), scope=NODES)
     everywhere = yield Reduce(torch.tensor([1.0]), "sum")
     return float(inside), [int(row.unique()) for row in (*rows, *late)], float(everywhere)

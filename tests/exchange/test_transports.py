@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,13 +12,10 @@ import torch.distributed as dist
 
 from gradwire.exchange.drivers.devices import HostDevice
 from gradwire.exchange.drivers.transports import GlooTransport, NCCLTransport, StagedTransport, Transport, group_timeout
+from gradwire.exchange.drivers.transports.base import Turn
 from gradwire.exchange.ops import Op, Reduce, SendRecv
 
 WAIT = timedelta(seconds=10)
-
-
-def at_once() -> None:
-    """Wait for no turn."""
 
 
 def test_reductions_of_the_same_values_are_told_apart() -> None:
@@ -26,13 +23,13 @@ def test_reductions_of_the_same_values_are_told_apart() -> None:
     transport, sealed = GlooTransport(dist.HashStore(), 0, 1, WAIT), list[list[int]]()
     gather = transport._gather
 
-    def noted(send: torch.Tensor, recv: torch.Tensor, place: Hashable) -> torch.Tensor:
+    def noted(send: torch.Tensor, recv: torch.Tensor, job: str | None) -> torch.Tensor:
         sealed.append(send.tolist())
-        return gather(send, recv, place)
+        return gather(send, recv, job)
 
     transport._gather = noted  # type: ignore[method-assign]
     for _ in range(2):
-        assert transport.execute(Reduce(torch.ones(3), "max"), at_once).tolist() == [1.0] * 3
+        assert transport.execute(Reduce(torch.ones(3), "max"), nullcontext).tolist() == [1.0] * 3
     first, second = sealed
     assert first != second
     # Three values, and behind them what tells the number.
@@ -44,7 +41,7 @@ class Still(Transport):
 
     rank, world_size = 0, 3
 
-    def execute(self, op: Op, wait_for_turn: Callable[[], None], place: Hashable = None) -> torch.Tensor:
+    def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:
         assert isinstance(op, SendRecv)
         return op.recv
 
@@ -72,7 +69,7 @@ class Apart(HostDevice):
 def test_a_room_that_nobody_fills_stays_as_it_was(source: int | None, left: list[int]) -> None:
     room = torch.ones(2, dtype=torch.uint8)
     staged = StagedTransport(Still(), Apart())
-    assert staged.execute(SendRecv(torch.zeros(2, dtype=torch.uint8), room, 1, source), at_once).tolist() == left
+    assert staged.execute(SendRecv(torch.zeros(2, dtype=torch.uint8), room, 1, source), nullcontext).tolist() == left
     assert room.tolist() == left
 
 

@@ -289,9 +289,9 @@ def scattered(method: str, on_device: bool) -> tuple[list[torch.Tensor], list[bo
 
     execute, rank, places = StagedTransport.execute, dist.get_rank(), list[bool]()
 
-    def noted(self: Any, op: Any, wait_for_turn: Any) -> torch.Tensor:
+    def noted(self: Any, op: Any, turn: Any, job: Any) -> torch.Tensor:
         places.append(self._device.holds(op.value if isinstance(op, Reduce) else op.send))
-        return execute(self, op, wait_for_turn)
+        return execute(self, op, turn, job)
 
     numel = 3 * 20 * 400
     waits: list[tuple[str, str]] = []

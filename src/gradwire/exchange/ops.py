@@ -70,18 +70,15 @@ class AllToAll:
     ``recv``, of the same shape, is a buffer that the driver may receive into.
 
     Rows may be shorter than the buffer: ``lengths`` (int64 ``[world_size]``) then has the number of bytes of row r for
-    rank r, 0 for this rank itself, whose row is copied whole. The driver sends the lengths first, counts their bytes,
+    rank r, 0 for this rank itself, whose row is copied whole. The driver sends the lengths, too, counts their bytes,
     and writes into ``arrived`` (int64 ``[world_size]``) the number of bytes of each row of the reply, 0 for this rank.
     Bytes after them are unspecified.
-
-    ``last`` is set if no large rows follow in this protocol: the next job may use the network while this one decodes.
     """
 
     send: torch.Tensor
     recv: torch.Tensor
     lengths: torch.Tensor | None = None
     arrived: torch.Tensor | None = None
-    last: bool = False
     scope: Scope | None = None
 
 
@@ -91,26 +88,24 @@ class AllGather:
 
     ``recv``, of the reply's shape, is a buffer that the driver may receive into. The reply is read-only.
 
-    ``lengths``, ``arrived`` and ``last`` are as for :class:`AllToAll`: the same length for every other rank.
+    ``lengths`` and ``arrived`` are as for :class:`AllToAll`: the same length for every other rank.
     """
 
     send: torch.Tensor
     recv: torch.Tensor
     lengths: torch.Tensor | None = None
     arrived: torch.Tensor | None = None
-    last: bool = False
     scope: Scope | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class SendRecv:
-    """Send ``send`` (uint8 ``[bytes]``) to rank ``to`` and receive as much from rank ``source``; the reply came from it.
+    """Send ``send`` (uint8 ``[bytes]``) to rank ``to`` and receive as much from ``source``: the reply.
 
     All ranks yield it at the same time. ``to`` or ``source`` or both may be None, for no peer; without a source
     the reply is ``recv``, which does not change. Peers depend on the ranks alone.
 
-    ``lengths`` and ``arrived`` (int64 ``[1]``) are as for :class:`AllToAll`: the number of bytes, which is sent first.
-    So is ``last``.
+    ``lengths`` and ``arrived`` (int64 ``[1]``) are as for :class:`AllToAll`: the number of bytes, which is sent, too.
     """
 
     send: torch.Tensor
@@ -119,7 +114,6 @@ class SendRecv:
     source: int | None
     lengths: torch.Tensor | None = None
     arrived: torch.Tensor | None = None
-    last: bool = False
     scope: Scope | None = None
 
 
@@ -131,13 +125,12 @@ class Broadcast:
 
     A vector may be shorter than the buffer: ``length`` (int64 ``[1]``) then is the number of elements of ``value`` that
     the root sends. The driver sends it first, counts its bytes, and writes it into the other ranks' ``length``.
-    Elements after them are unspecified. ``last`` is as for :class:`AllToAll`.
+    Elements after them are unspecified.
     """
 
     value: torch.Tensor
     root: int
     length: torch.Tensor | None = None
-    last: bool = False
     scope: Scope | None = None
 
 

@@ -184,7 +184,7 @@ class BucketExchange:
                 # A chunk waits only for a job that was submitted before it: no deadlock.
                 self._run(lane, self._chunk(chunk), chunk, self._is_prepared.wait, self._finish_chunk)
         if self.runtime.check or not chunks:
-            self._run(first, self._verify(), None, self._wait_for_chunks, lambda _: self._complete())
+            self._run(first, self._verify(), None, self._wait_for_chunks, lambda _: self._complete(), purpose=", check")
         return self.future
 
     def _run(
@@ -195,6 +195,7 @@ class BucketExchange:
         wait: Callable[[], object],
         then: Callable[[T], object],
         first: Exchange[None] | None = None,
+        purpose: str = "",
     ) -> None:
         """Submit a job to a lane, which calls ``wait`` before it starts the job."""
 
@@ -203,7 +204,7 @@ class BucketExchange:
             wait()
             self.runtime.failures.refuse()
 
-        label = f"bucket {self.bucket}" if chunk is None else f"bucket {self.bucket}, chunk {chunk}"
+        label = f"bucket {self.bucket}{purpose}" if chunk is None else f"bucket {self.bucket}, chunk {chunk}"
         lane.run(job, label, wait=ready, first=first, then=then, fail=partial(self._fail, chunk))
 
     def _context(self, chunk: int | None) -> Context:

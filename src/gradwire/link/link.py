@@ -68,7 +68,7 @@ class Link(LinkReports, LocalStepsUser):
         method: A method or its spec.
         group: Process group; the default group if None.
         lanes: Number of lanes: threads with connections of their own that exchange buckets in parallel. Results do not
-            depend on it.
+            depend on it. Over NCCL there is one, which enqueues and does not wait.
         grad_scaler: The scaler of automatic mixed precision. Methods with state, or whose outcome is a direction,
             refuse gradients of a scaled loss without it. False: gradients are not scaled when they are exchanged, even
             if the program has a scaler. Other methods do not need it: a non-finite gradient on any rank becomes
@@ -137,7 +137,8 @@ class Link(LinkReports, LocalStepsUser):
             )  # fmt: skip
             check_optimizer(self.method, optimizer, self._parameters)
             self._rates = LearningRates(self.method, optimizer, self._parameters)
-            count = count if lanes is not None or self._site.transport != "nccl" else 1
+            # Operations of all lanes are enqueued on one stream, and their order must be the same on all ranks.
+            count = count if self._site.transport != "nccl" else 1
             terms = {"lanes": count, "learning rates": self._rates.read(), **self.method.terms(self.world_size)}
             terms |= self._site.terms() | optimizer_terms(self.method, optimizer, self._parameters)
             mine.fields = compared(self.method, self.options, self._parameters, terms)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from gradwire.exchange.drivers import LANES, Stage
 from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
@@ -75,6 +76,7 @@ class _Item:
 
     Attributes:
         latency_s: Time before the first byte.
+        turn: Number of the job, if of all such items the one of the earliest job sends alone; None: sends at any time.
         travel_s: Time after it in which no more than ``sent_bytes`` can be sent.
         held_bytes: Bytes that can be sent after that time.
         most_bytes_per_s: The fastest that bytes can be sent.
@@ -83,7 +85,7 @@ class _Item:
     cpu_s: float = 0.0
     latency_s: float = 0.0
     sent_bytes: float = 0.0
-    in_turn: bool = False
+    turn: int | None = None
     most_bytes_per_s: float = math.inf
     travel_s: float = 0.0
     held_bytes: float = 0.0
@@ -117,18 +119,11 @@ class _Item:
 
 @dataclass
 class _Job:
-    """Items in order; a job starts after ``after``, and takes its turn after ``before`` and all before it."""
+    """Items in order; a job starts after ``after``."""
 
     items: deque[_Item]
     after: _Job | None = None
-    before: _Job | None = None
     done: bool = False
-
-    def has_turn(self) -> bool:
-        """Return whether all jobs submitted before are done; done ones are dropped."""
-        while self.before is not None and self.before.done:
-            self.before = self.before.before
-        return self.before is None
 
 
 @dataclass
@@ -145,7 +140,7 @@ class _Runner:
             while job.items and job.items[0].over:
                 job.items.popleft()
             if job.items:
-                return job.items[0] if not job.items[0].in_turn or job.has_turn() else None
+                return job.items[0]
             job.done = True
             self.jobs.popleft()
         return None
@@ -176,7 +171,7 @@ def step_time(
     def among(stage: Stage) -> Sequence[int]:
         return range(exchange.world_size) if stage.scope is None else stage.scope.ranks(0)
 
-    def item(stage: Stage) -> Iterator[_Item]:
+    def item(stage: Stage, number: int = 0) -> Iterator[_Item]:
         if stage.work_s:
             yield _Item(cpu_s=stage.work_s * factor)
         if stage.kind:
@@ -206,18 +201,18 @@ def step_time(
                 most_bytes_per_s=rate / efficiency,
                 travel_s=travel_s if ring else 0.0,
                 held_bytes=held_bytes,
-                in_turn=pairs and not (stage.scope is not None and stage.scope.local),
+                turn=number if pairs and not (stage.scope is not None and stage.scope.local) else None,
             )
 
     runners = [_Runner() for _ in range(lanes)]
     main = _Runner()
     busy_s = 0.0
-    everything: list[_Job] = []
+    numbers = count()
 
-    def queue(items: Iterator[_Item], lane: int, after: _Job | None = None) -> _Job:
-        job = _Job(deque(items), after, everything[-1] if everything else None)
+    def queue(stages: Iterable[Stage], lane: int, after: _Job | None = None) -> _Job:
+        number = next(numbers)
+        job = _Job(deque(x for stage in stages for x in item(stage, number)), after)
         runners[lane % lanes].jobs.append(job)
-        everything.append(job)
         return job
 
     def submit(number: int, bucket: BucketJobs) -> None:
@@ -226,13 +221,13 @@ def step_time(
             for i, chunk in enumerate(chunks):
                 # The thread that brought the bucket has done the first work.
                 stages = [replace(s, work_s=s.work_s if k else 0.0) for k, s in enumerate(chunk)]
-                queue((x for s in stages for x in item(s)), number + i)
+                queue(stages, number + i)
         elif len(chunks) == 1:
-            queue((x for s in (*bucket.prepare, *chunks[0]) for x in item(s)), number)
+            queue((*bucket.prepare, *chunks[0]), number)
         else:
-            first = queue((x for s in bucket.prepare for x in item(s)), number)
+            first = queue(bucket.prepare, number)
             for i, chunk in enumerate(chunks):
-                queue((x for s in chunk for x in item(s)), number + i, first)
+                queue(chunk, number + i, first)
 
     now_s = _advance([main, *runners], _compute(timeline.forward_s), flow, load)
     last_s = 0.0
@@ -292,7 +287,10 @@ def _moment(runners: Sequence[_Runner], flow: float, load: Load) -> float:
     """Run until the first part of any current item ends; return the seconds."""
     items = _current(runners)
     working = [i for i in items if i.cpu_s > _DONE]
-    sending = [i for i in items if i.sends]
+    sending = [i for i in items if i.sends and i.turn is None]
+    in_turn = [i for i in items if i.sends and i.turn is not None]
+    if in_turn:
+        sending.append(min(in_turn, key=lambda item: item.turn or 0))
     speed = min(1.0, load.runners / len(working)) if working else 1.0
     rates = _shares(sending, flow)
     ends = [i.cpu_s / speed for i in working] + [i.latency_s for i in items if i.latency_s > _DONE]

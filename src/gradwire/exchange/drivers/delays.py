@@ -29,7 +29,7 @@ import torch
 
 from gradwire.exchange.drivers.lane import LANES
 from gradwire.exchange.drivers.simulation import in_lockstep
-from gradwire.exchange.drivers.traffic import gathers, large
+from gradwire.exchange.drivers.traffic import gathers
 from gradwire.exchange.network_cost import Delays
 from gradwire.exchange.ops import AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 from gradwire.exchange.protocols import Context, Workspace
@@ -115,8 +115,8 @@ def count_step_delays(
     """Count the one-way delays on the critical path of a step whose buckets are all ready at its beginning.
 
     Jobs go to lanes as in a link: bucket i to lane i mod ``lanes``, and its chunks to the lanes after it. A lane runs
-    one job after the other, and large rows wait for those of all earlier jobs. Plans that use no lane's thread run two
-    at a time on each lane.
+    one job after the other. Large rows wait for those of other jobs to be sent, which takes no delay. Plans that use no
+    lane's thread run two at a time on each lane.
 
     Args:
         buckets: A plan made with the ``meta`` kernels, and the number of elements, of each bucket.
@@ -143,10 +143,9 @@ class _Step:
         self._buckets, self._world_size, self._lanes = buckets, world_size, lanes
         self._round, self._ranks = round, range(simulated)
         self._start = [Moment()] * simulated
-        # When each slot of a lane is free, and when all earlier jobs have no more rows to send.
+        # When each slot of a lane is free.
         self._free: dict[tuple[int, int], list[Moment]] = {}
-        self._turn = self._now = self._start
-        self._gave_back: set[int] = set()
+        self._now = self._start
 
     def run(self) -> Delays:
         """Run all jobs in the order of their submission, which no job's wait breaks: it waits for earlier ones."""
@@ -172,10 +171,9 @@ class _Step:
         """Run a job of all ranks in the slot of a lane that is free first; its end is in ``_now``."""
         free = {(lane % self._lanes, slot): self._start for slot in range(slots)} | self._free
         slot = min(((lane % self._lanes, slot) for slot in range(slots)), key=lambda key: latest(*free[key]).at)
-        self._now, self._gave_back = [latest(*pair) for pair in zip(began, free[slot])], set()
+        self._now = [latest(*pair) for pair in zip(began, free[slot])]
         results = in_lockstep(generators, self._execute) if len(generators) > 1 else self._alone(generators[0])
         self._free[slot] = self._now
-        self._give_back(self._ranks)
         return results
 
     def _alone(self, generator: Exchange[T]) -> list[T]:
@@ -193,21 +191,10 @@ class _Step:
 
     def _execute(self, ranks: Sequence[int], ops: Sequence[Op]) -> list[torch.Tensor]:
         began = [self._now[rank] for rank in ranks]
-        if large(ops[0]) and not _inside(ops[0]):
-            began = [latest(moment, self._turn[rank]) for rank, moment in zip(ranks, began)]
         ended = _execute(list(ops) * (self._world_size if len(self._ranks) == 1 else 1), began)
         for rank, moment in zip(ranks, ended):
             self._now[rank] = moment
-        if not isinstance(ops[0], Reduce) and ops[0].last and not _inside(ops[0]):
-            self._give_back(ranks)
         return [_reply(op) for op in ops]
-
-    def _give_back(self, ranks: Sequence[int]) -> None:
-        """Let later jobs of these ranks send large rows, once a job."""
-        turn = list(self._turn)
-        for rank in set(ranks) - self._gave_back:
-            turn[rank] = latest(turn[rank], self._now[rank])
-        self._turn, self._gave_back = turn, self._gave_back.union(ranks)
 
 
 def _inside(op: Op) -> bool:

@@ -188,14 +188,14 @@ def _shape(op: Op, world_size: int) -> tuple[str, int, int, int]:
     if isinstance(op, Broadcast):
         hops = broadcast_sends(op.root, op.root, world_size) * (1 + (op.length is not None))
         return "pairs" if large(op) else "broadcast", op_bytes(op, world_size, op.root)[0], hops, hops
-    # A message with their lengths precedes rows of different lengths.
+    # A message with its length goes beside a row whose length depends on data.
     told = int(not isinstance(op, Reduce) and op.lengths is not None)
     if isinstance(op, SendRecv):
-        return "pairs" if large(op) else "all_to_all", sent, 1 + told, (1 + told) * (op.to is not None)
+        return "pairs" if large(op) else "all_to_all", sent, 1, (1 + told) * (op.to is not None)
     if large(op):
-        return "pairs", sent, others + told, others * (1 + told)
+        return "pairs", sent, others, others * (1 + told)
     kind = "gather" if isinstance(op, Reduce) else "all_to_all" if isinstance(op, AllToAll) else "all_gather"
-    return kind, sent, 1 + told, others * (1 + told)
+    return kind, sent, 1, others * (1 + told)
 
 
 def _echo(op: Op) -> torch.Tensor:

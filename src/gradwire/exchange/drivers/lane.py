@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -24,40 +25,42 @@ LANES = 2
 
 
 class TransferOrder:
-    """Tickets in the order in which jobs were submitted to lanes.
+    """The order in which jobs send large rows, on any lane: one at a time, and of those that wait the earliest.
 
-    A job with many bytes to send waits for all earlier jobs, on any lane. So one bucket's transfer has the network for
-    itself while the next bucket's codec and scalers continue: two transfers at once congest the receivers, each takes
-    as long as both, and neither bucket is done early.
+    So a bucket's rows have the network for themselves while other buckets compute, or wait for messages: two transfers
+    at once congest the receivers, each takes as long as both, and neither bucket is done early. While a bucket's rows
+    travel, or its mean is computed, the next bucket's may leave.
 
-    A job returns its ticket when it has no more to send, and at its end at the latest.
-
-    There is no deadlock: a job waits for earlier ones only, the order is the same on every rank, and the earliest job
-    waits for none.
+    There is no deadlock if a job that has its turn waits for nothing but that its rows are sent, and posts its own
+    receives before it asks for a turn: the other ranks then post theirs without a turn.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._next = 0
-        self._open: set[int] = set()
+        self._waiting: set[int] = set()
+        self._sending = False
 
     def take(self) -> int:
-        """Return the next ticket."""
+        """Return the next ticket; tickets are in the order in which jobs were submitted."""
         with self._changed:
             self._next += 1
-            self._open.add(self._next)
             return self._next
 
-    def wait(self, ticket: int) -> None:
-        """Wait until every earlier ticket was returned."""
+    @contextlib.contextmanager
+    def turn(self, ticket: int) -> Iterator[None]:
+        """Wait until no other job sends and no earlier one waits, and let no other one send meanwhile."""
         with self._changed:
-            self._changed.wait_for(lambda: min(self._open, default=ticket) >= ticket)
-
-    def give_back(self, ticket: int) -> None:
-        """Return a ticket."""
-        with self._changed:
-            self._open.discard(ticket)
-            self._changed.notify_all()
+            self._waiting.add(ticket)
+            self._changed.wait_for(lambda: not self._sending and min(self._waiting) == ticket)
+            self._waiting.discard(ticket)
+            self._sending = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._sending = False
+                self._changed.notify_all()
 
 
 T = TypeVar("T")
@@ -169,7 +172,7 @@ class Lane:
         self._turns, self._ticket = turns or TransferOrder(), 0
         self._turn_s = 0.0
         self.meter = Meter(rank)
-        self.name, self._label, self._operations = name, "", 0
+        self.name, self._label = name, ""
         self.trace: Trace | None = None
         self._begun = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -301,16 +304,13 @@ class Lane:
             try:
                 if wait is not None:
                     wait()
-                self._operations = 0
                 value = [self._drive(generator) for generator in generators][-1]
-                self._turns.give_back(self._ticket)
             except Exception as raised:
                 error = raised
             future.end(value, error)
             if future.error is not None:
                 _let_go(future.error)
                 self._hang_up()
-                self._turns.give_back(self._ticket)
             else:
                 self._end_job()
             # Release tensors now and not when the next job arrives.
@@ -333,9 +333,8 @@ class Lane:
     def _wire(self, op: Op) -> torch.Tensor:
         began_s, self._turn_s = time.perf_counter(), 0.0
         try:
-            place = (self._label, self._operations)
-            self._operations += 1
-            reply = self._transport(op).execute(op, _no_wait if _stays_local(op) else self._wait_for_turn, place)
+            turn = nullcontext if _stays_local(op) else self._turn
+            reply = self._transport(op).execute(op, turn, self._label)
         except PayloadError as error:
             raise error if op.scope is None else error.numbered(op.scope.ranks(self.rank)) from None
         except RuntimeError as error:
@@ -348,15 +347,15 @@ class Lane:
             kind = "send rows" if large(op) else "small message"
             sent_bytes, detail = op_bytes(op, self.world_size, self.rank)[0], f"{self._label}, {type(op).__name__}"
             self.trace.add(self.name, kind, began, time.perf_counter(), detail, sent_bytes)
-        if not isinstance(op, Reduce) and op.last and not _stays_local(op):
-            self._turns.give_back(self._ticket)
         return reply
 
-    def _wait_for_turn(self) -> None:
-        """Wait until no earlier job has rows to send over the network."""
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait until no other job sends large rows over the network, and send while none does."""
         began_s = time.perf_counter()
-        self._turns.wait(self._ticket)
-        self._turn_s = time.perf_counter() - began_s
+        with self._turns.turn(self._ticket):
+            self._turn_s = time.perf_counter() - began_s
+            yield
 
     def _transport(self, op: Op) -> Transport:
         if self._transports is None:
@@ -376,10 +375,6 @@ def _let_go(error: BaseException | None) -> None:
 
 def _stays_local(op: Op) -> bool:
     return op.scope is not None and op.scope.local
-
-
-def _no_wait() -> None:
-    """Do not wait for a turn, since transfers within a machine do not use the network."""
 
 
 def _nothing() -> Exchange[None]:

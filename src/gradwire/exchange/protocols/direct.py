@@ -112,7 +112,7 @@ def alltoallv(
 ) -> Exchange[list[torch.Tensor | None]]:
     """Send a different payload to each other rank, and return the bodies received.
 
-    The name is that of MPI. Payloads have the usual header and checksum; the driver sends their lengths first.
+    The name is that of MPI. Payloads have the usual header and checksum; the driver sends their lengths, too.
 
     Bytes sent by a rank: 8 (N - 1) for the lengths, and 32 and the body for each receiver.
 
@@ -138,7 +138,7 @@ def alltoallv(
         send[to, HEADER_BYTES:length] = body
         seal_rows(send[to : to + 1, :length], _header(context, tag, len(body)), rank, [to])
         lengths[to] = length
-    received = yield AllToAll(send, space.get("received rows", *send.shape), lengths, arrived, last=True)
+    received = yield AllToAll(send, space.get("received rows", *send.shape), lengths, arrived)
     found: list[torch.Tensor | None] = []
     for source, length in enumerate(arrived.tolist()):
         if not length:
@@ -175,8 +175,6 @@ def tell_neighbours(
     layout: PayloadRows,
     bodies: Sequence[torch.Tensor] | Bodies,
     take: Callable[[int, list[torch.Tensor]], None],
-    *,
-    last: bool = True,
 ) -> Exchange[None]:
     """Send a payload to each neighbour, and pass each of theirs to ``take`` when it arrives.
 
@@ -186,7 +184,6 @@ def tell_neighbours(
         bodies: The same sections for all neighbours, or a function that returns those for one of them.
         take: ``take(neighbour, sections)``, called in the order of rounds, which depends on the graph alone. The next
             payload overwrites the buffer of the sections.
-        last: True if no other payloads of the job follow.
 
     Bytes sent by a rank: header and codes times its neighbours, each with its length before it if that varies.
     """
@@ -197,14 +194,13 @@ def tell_neighbours(
     alike = not callable(bodies)
     if not callable(bodies):
         lengths = layout.write(send, head, [body.view(1, -1) for body in bodies], rank, [EVERYONE])
-    for number, move in enumerate(moves):
+    for move in moves:
         arrived = torch.zeros(1, dtype=torch.int64) if layout.variable else None
         if callable(bodies) and move.to is not None:
             lengths = layout.write(send, head, [body.view(1, -1) for body in bodies(move.to)], rank, [move.to])
         if layout.variable and lengths is None:
             lengths = torch.zeros(1, dtype=torch.int64)
-        end = last and number == len(moves) - 1
-        reply = yield SendRecv(send[0], room[0], move.to, move.source, lengths, arrived, end)
+        reply = yield SendRecv(send[0], room[0], move.to, move.source, lengths, arrived)
         if move.source is not None:
             receiver = EVERYONE if alike else rank
             parts = layout.read(reply.view(1, -1), head, receiver, arrived, first=move.source)

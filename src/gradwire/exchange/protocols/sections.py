@@ -62,7 +62,7 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
         context, down.write(mine, head, [out.view(1, -1) for out in reduced], context.rank, [EVERYONE])
     )
     room = space.get("down, received", world, down.row_bytes)
-    gathered = yield AllGather(mine[0], room, told, arrived, last=True)
+    gathered = yield AllGather(mine[0], room, told, arrived)
 
     parts = down.read(gathered, head, EVERYONE, arrived)
     for codec, section, part, share in zip(codecs, sections, parts, shares):
@@ -92,7 +92,7 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
         context, layout.write(send, head, [body.view(1, -1) for body in bodies], context.rank, [EVERYONE])
     )
     room = space.get("up, received", context.world_size, layout.row_bytes)
-    rows = yield AllGather(send[0], room, told, arrived, last=True)
+    rows = yield AllGather(send[0], room, told, arrived)
     parts = zip(sections, layout.read(rows, head, EVERYONE, arrived))
     could_read = [section.codec.decode_rows(part, section.summary, flat) for section, part in parts]
     if any(codec.checked for codec in codecs):

@@ -107,7 +107,7 @@ def tell_shares(
     rows = [body.view(1, -1) for body in codes]
     length = layout.write(mine[:, : layout.row_bytes], heads[rank], rows, rank, [EVERYONE])
     told, arrived = told_lengths(context, length)
-    gathered = yield AllGather(mine[0], space.get("down, received", world, width), told, arrived, last=True)
+    gathered = yield AllGather(mine[0], space.get("down, received", world, width), told, arrived)
     for owner, (sections, layout, head) in enumerate(zip(shares, layouts, heads)):
         row = gathered[owner : owner + 1, : layout.row_bytes]
         came = None if arrived is None else arrived[owner : owner + 1]

@@ -138,8 +138,7 @@ def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Te
         lengths, arrived = (torch.zeros(1, dtype=torch.int64) if layout.variable else None for _ in range(2))
         if meeting.to is not None:
             lengths = layout.write(send, head, [body.view(1, -1) for body in have], rank, [EVERYONE])
-        last = number == len(rounds) - 1
-        reply = yield SendRecv(send[0], room[0], meeting.to, meeting.source, lengths, arrived, last)
+        reply = yield SendRecv(send[0], room[0], meeting.to, meeting.source, lengths, arrived)
         if meeting.source is None:
             continue
         parts = layout.read(reply.view(1, -1), head, EVERYONE, arrived, first=meeting.source)

@@ -178,8 +178,7 @@ class _EdgePlan(GossipPlan):
             if len(parts) > 1:
                 rest.pull(parts[1], graph.weight(rank, neighbour), flat, pull)
 
-        last = iteration == self._iterations - 1
-        yield from tell_neighbours(context, self._tag, graph.moves(rank), layout, bodies, take, last=last)
+        yield from tell_neighbours(context, self._tag, graph.moves(rank), layout, bodies, take)
         for neighbour, basis in bases.items():
             weight = graph.weight(rank, neighbour) * (1 if rank < neighbour else -1)
             left, right = (basis, answers[neighbour]) if known.name == LEFT else (answers[neighbour], basis)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import torch
 
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.ops import Op, Reduce
 from gradwire.exchange.wire import open_sealed, sealed
+
+Turn: TypeAlias = Callable[[], AbstractContextManager[object]]
+"""Waits, when it is entered, until it is this job's turn to send."""
 
 
 class Transport(ABC):
@@ -28,14 +32,15 @@ class Transport(ABC):
     world_size: int
 
     @abstractmethod
-    def execute(self, op: Op, wait_for_turn: Callable[[], None], place: Hashable = None) -> torch.Tensor:
+    def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:
         """Execute an operation, and return the reply, which is valid until :meth:`end_job`.
 
         Args:
-            wait_for_turn: Called before rows that are long enough to fill the network; returns when it is the lane's
-                turn.
-            place: Name of the operation's place among jobs that recur, the same on all ranks, so that a transport can
-                prepare for the next time; None: it does not recur, and the reply is in the operation's own buffer.
+            turn: Returns a context in which rows that are long enough to fill the network are sent, and nothing else is
+                waited for.
+            job: Name of the job, the same on all these ranks. Jobs of a name have much the same operations in every
+                round, so that a transport can prepare for the next one. None: it does not recur, and the reply is in
+                the operation's own buffer.
 
         Raises:
             RuntimeError: the connection broke, or another rank executed another operation.
@@ -51,7 +56,7 @@ class Transport(ABC):
 
     @abstractmethod
     def end_job(self) -> None:
-        """Prepare for the next operations at the places of those executed last, whose replies are no longer used."""
+        """Prepare for the next job of the name, now that this one's replies are no longer used."""
 
     @abstractmethod
     def close(self, broken: bool) -> None:

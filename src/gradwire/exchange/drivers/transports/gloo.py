@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from gradwire.exchange.drivers.tables import announce, announced
 from gradwire.exchange.drivers.traffic import LENGTH_BYTES, gathers, large
-from gradwire.exchange.drivers.transports.base import Transport, reduce_by_gather
+from gradwire.exchange.drivers.transports.base import Transport, Turn, reduce_by_gather
 from gradwire.exchange.drivers.transports.receives import Receives, Slot
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 
@@ -30,8 +31,10 @@ _REDUCES: dict[str, Any] = {
 }
 
 
-def _no_wait() -> None:
-    """Do not wait for a turn: these rows are short."""
+def _pass_by(turn: Turn) -> None:
+    """Wait for a turn and give it back: a rank may have to read other rows before it posts the receive of this one."""
+    with turn():
+        pass
 
 
 class GlooTransport(Transport):
@@ -51,7 +54,7 @@ class GlooTransport(Transport):
         self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         self.rank, self.world_size = rank, world_size
         self._receives: Receives | None = Receives(self._backend, world_size)
-        self._reductions = 0
+        self._reductions = self._operations = 0
 
     def close(self, broken: bool) -> None:
         self._backend = self._receives = None
@@ -66,35 +69,36 @@ class GlooTransport(Transport):
     def _start_reduce(self, op: Reduce) -> torch.futures.Future[Any]:
         return self._backend.allreduce([op.value], _REDUCES[op.op]).get_future()  # type: ignore[no-any-return]
 
-    def execute(self, op: Op, wait_for_turn: Callable[[], None], place: Hashable = None) -> torch.Tensor:
+    def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:
         if isinstance(op, SendRecv):
-            return self._swap(op, wait_for_turn, place)
+            return self._swap(op, turn, job)
         if isinstance(op, Broadcast):
-            return self._broadcast(op, wait_for_turn)
+            return self._broadcast(op, turn)
         if isinstance(op, AllToAll):
-            return self._exchange(op.send, op, wait_for_turn, place)
+            return self._exchange(op.send, op, turn, job)
         if isinstance(op, AllGather):
-            return self._exchange([op.send] * self.world_size, op, wait_for_turn, place)
+            return self._exchange([op.send] * self.world_size, op, turn, job)
         if gathers(op):
             self._reductions += 1
-            gather = partial(self._gather, place=place)
+            gather = partial(self._gather, job=job)
             return reduce_by_gather(op, self.rank, self.world_size, self._reductions, gather)
         self._start_reduce(op).wait()
         return op.value
 
     def end_job(self) -> None:
+        self._operations = 0
         if self._receives is not None:
             self._receives.end_job()
 
-    def _gather(self, send: torch.Tensor, recv: torch.Tensor, place: Hashable) -> torch.Tensor:
-        return self.execute(AllGather(send, recv), _no_wait, place)
+    def _gather(self, send: torch.Tensor, recv: torch.Tensor, job: str | None) -> torch.Tensor:
+        return self.execute(AllGather(send, recv), nullcontext, job)
 
     def _exchange(
         self,
         leaving: Sequence[torch.Tensor] | torch.Tensor,
         op: AllToAll | AllGather,
-        wait_for_turn: Callable[[], None],
-        place: Hashable,
+        turn: Turn,
+        job: str | None,
     ) -> torch.Tensor:
         """Send row i to rank i, and receive row i from it; this rank's own row is copied.
 
@@ -111,25 +115,25 @@ class GlooTransport(Transport):
         n, rank, in_turn = self.world_size, self.rank, large(op)
         others = [(rank + places) % n for places in range(1, n)]
         room = op.recv.view(n, -1)
+        place = self._place(job)
         slot, told = self._slot(place, room.shape[1]), None
         rows = slot.post(reversed(others), room)
         if op.lengths is not None:
             told = self._slot(place, LENGTH_BYTES, "lengths")
             words = told.post(reversed(others), torch.empty((n, LENGTH_BYTES), dtype=torch.uint8))
         rows[rank].copy_(leaving[rank])
-        if in_turn:
-            wait_for_turn()
         sent = []
         if op.lengths is not None and told is not None:
             notes = announce(op.lengths)
             sent = [self._send(notes[to], to, told.tag) for to in others]
-        for to in others:
-            row = leaving[to] if op.lengths is None else leaving[to][: int(op.lengths[to])]
-            work = self._send(row, to, slot.tag)
-            if in_turn:
-                work.wait()
-            else:
-                sent.append(work)
+        with turn() if in_turn else nullcontext():
+            for to in others:
+                row = leaving[to] if op.lengths is None else leaving[to][: int(op.lengths[to])]
+                work = self._send(row, to, slot.tag)
+                if in_turn:
+                    work.wait()
+                else:
+                    sent.append(work)
         if told is not None:
             told.wait()
             lengths = announced(words, rank, room.shape[1])
@@ -140,9 +144,10 @@ class GlooTransport(Transport):
         slot.wait()
         return rows.view(op.recv.shape)
 
-    def _swap(self, op: SendRecv, wait_for_turn: Callable[[], None], place: Hashable) -> torch.Tensor:
+    def _swap(self, op: SendRecv, turn: Turn, job: str | None) -> torch.Tensor:
         """Send to one rank and receive from one: the row, and beside it its length if the operation has one."""
         sources = [] if op.source is None else [op.source]
+        place = self._place(job)
         slot, told, row = self._slot(place, op.recv.numel()), None, op.send
         room = op.recv.expand(self.world_size, -1)
         reply = slot.post(sources, room)
@@ -152,7 +157,7 @@ class GlooTransport(Transport):
             words = told.post(sources, torch.empty((self.world_size, LENGTH_BYTES), dtype=torch.uint8))
             row = op.send[: int(op.lengths)]
         if large(op):
-            wait_for_turn()
+            _pass_by(turn)
         if op.to is not None:
             if op.lengths is not None and told is not None:
                 sent.append(self._send(announce(op.lengths)[0], op.to, told.tag))
@@ -166,6 +171,11 @@ class GlooTransport(Transport):
         slot.wait()
         return op.recv if op.source is None else reply[op.source]
 
+    def _place(self, job: str | None) -> Hashable:
+        """Return the place of the next operation: others than these ranks may run operations between them."""
+        self._operations += 1
+        return None if job is None else (job, self._operations)
+
     def _slot(self, place: Hashable, size: int, kind: str = "rows") -> Slot:
         if self._receives is None:
             raise RuntimeError("these connections were closed")
@@ -174,10 +184,10 @@ class GlooTransport(Transport):
     def _send(self, row: torch.Tensor, to: int, tag: int) -> Any:
         return self._backend.send([row], to, tag)
 
-    def _broadcast(self, op: Broadcast, wait_for_turn: Callable[[], None]) -> torch.Tensor:
+    def _broadcast(self, op: Broadcast, turn: Turn) -> torch.Tensor:
         """Send a value along Gloo's binomial tree: first its length, if the operation has one."""
         if large(op):
-            wait_for_turn()
+            _pass_by(turn)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = op.root, 0
         row = op.value

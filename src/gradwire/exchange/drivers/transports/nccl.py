@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.drivers.devices import Device
 from gradwire.exchange.drivers.tables import announce, announced
 from gradwire.exchange.drivers.traffic import LENGTH_BYTES, gathers, large
-from gradwire.exchange.drivers.transports.base import Transport, reduce_by_gather
+from gradwire.exchange.drivers.transports.base import Transport, Turn, reduce_by_gather
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 
 
@@ -50,11 +51,13 @@ class NCCLTransport(Transport):
         backend.eager_connect_single_device(torch.device(device.name))
         return cls(backend, host, device, checks)
 
-    def execute(self, op: Op, wait_for_turn: Callable[[], None], place: Hashable = None) -> torch.Tensor:
+    def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:
         if not self._device.holds(op.value if isinstance(op, (Reduce, Broadcast)) else op.send):
-            return self._host.execute(op, wait_for_turn, place)
+            return self._host.execute(op, turn, job)
         if large(op):
-            wait_for_turn()
+            # Operations of all lanes queue up on one stream, in the order in which they are enqueued.
+            with turn():
+                pass
         if isinstance(op, Reduce):
             return self._reduce(op)
         if isinstance(op, Broadcast):
@@ -92,7 +95,7 @@ class NCCLTransport(Transport):
     def _tell(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
         """Send lengths, which are in main memory, and return those received."""
         received = torch.empty((self.world_size, LENGTH_BYTES), dtype=torch.uint8)
-        received = self._host.execute(AllToAll(announce(lengths), received), lambda: None)
+        received = self._host.execute(AllToAll(announce(lengths), received), nullcontext)
         return announced(received, self.rank, op.recv.view(self.world_size, -1).shape[1])
 
     def _of_lengths(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
@@ -124,7 +127,7 @@ class NCCLTransport(Transport):
         sent, room = op.send, op.recv
         if op.lengths is not None and op.arrived is not None:
             told = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
-            told = self._host.execute(SendRecv(announce(op.lengths)[0], told, op.to, op.source), lambda: None)
+            told = self._host.execute(SendRecv(announce(op.lengths)[0], told, op.to, op.source), nullcontext)
             if op.source is not None:
                 op.arrived.copy_(announced(told.view(1, -1), -1, op.recv.numel(), op.source))
             sent, room = op.send[: int(op.lengths)], op.recv[: int(op.arrived)]
@@ -138,7 +141,7 @@ class NCCLTransport(Transport):
         row = op.value
         if op.length is not None:
             told = announce(op.length)
-            self._host.execute(Broadcast(told, op.root), lambda: None)
+            self._host.execute(Broadcast(told, op.root), nullcontext)
             if self.rank != op.root:
                 op.length.copy_(announced(told, -1, row.numel(), op.root))
             row = row[: int(op.length)]

@@ -8,11 +8,15 @@ has been read, and be there long before the sender begins: one delay.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
+
+MOST_TAGS = 1 << 31
+"""Number of tags of Gloo, which are 32-bit integers that are not negative."""
 
 RECURS = 2
 """Number of times that a message must have come before its next receive is posted early.
@@ -33,17 +37,23 @@ class Receives:
     def __init__(self, backend: Any, world_size: int) -> None:
         self._backend, self._world_size = backend, world_size
         self._slots: dict[tuple[Hashable, str, int], Slot] = {}
+        self._tags: set[int] = set()
         self._used: list[Slot] = []
 
     def slot(self, place: Hashable, size: int, kind: str) -> Slot:
         """Return the slot of a kind of messages of at most ``size`` bytes at a place; None: of all that do not recur.
 
-        Every rank must ask for the same slots in the same order, by which they are numbered. Messages of one slot and
-        one sender are received in the order in which they were sent.
+        Every rank must ask for the same slots in the same order. Messages of one slot and one sender are received in
+        the order in which they were sent. The size is part of a slot's tag: a message that is longer than its receive
+        would end the process, while one of another slot waits, and an error of what came beside it ends the job.
         """
         slot = self._slots.get((place, kind, size))
         if slot is None:
-            slot = self._slots[place, kind, size] = Slot(self._backend, len(self._slots), self._world_size, size)
+            tag = zlib.crc32(repr((place, kind, size)).encode()) % MOST_TAGS
+            while tag in self._tags:
+                tag = (tag + 1) % MOST_TAGS
+            self._tags.add(tag)
+            slot = self._slots[place, kind, size] = Slot(self._backend, tag, self._world_size, size)
         if place is not None:
             self._used.append(slot)
         return slot
@@ -82,10 +92,17 @@ class Slot:
         """
         rows = room if self._rows is None else self._rows
         self._now = list(sources)
-        for source in self._now:
-            if source not in self._works:
-                self._works[source] = self._backend.recv([rows[source]], source, self.tag)
+        self._request([source for source in self._now if source not in self._works], rows)
         return rows
+
+    def _request(self, sources: Iterable[int], rows: torch.Tensor) -> None:
+        for source in sources:
+            self._works[source] = self._backend.recv([rows[source]], source, self.tag)
+
+    def _own_rows(self) -> torch.Tensor:
+        if self._rows is None:
+            self._rows = torch.empty(self._shape, dtype=torch.uint8)
+        return self._rows
 
     def wait(self) -> None:
         """Wait for the messages."""
@@ -96,9 +113,6 @@ class Slot:
         """Post the receives of the next messages from the same ranks, into rows of this slot."""
         self._came.update(self._now)
         sources = [source for source in self._now if self._came[source] >= RECURS and source not in self._works]
-        if sources and self._rows is None:
-            self._rows = torch.empty(self._shape, dtype=torch.uint8)
-        for source in sources:
-            assert self._rows is not None
-            self._works[source] = self._backend.recv([self._rows[source]], source, self.tag)
         self._now = []
+        if sources:
+            self._request(sources, self._own_rows())

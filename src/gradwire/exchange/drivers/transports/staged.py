@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import torch
 
 from gradwire.exchange.drivers.devices import Device
-from gradwire.exchange.drivers.transports.base import Transport
+from gradwire.exchange.drivers.transports.base import Transport, Turn
 from gradwire.exchange.ops import Broadcast, Op, Reduce, SendRecv
 
 
@@ -29,17 +28,17 @@ class StagedTransport(Transport):
         self._inner, self._device = inner, device
         self.rank, self.world_size = inner.rank, inner.world_size
 
-    def execute(self, op: Op, wait_for_turn: Callable[[], None], place: Hashable = None) -> torch.Tensor:
+    def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:
         if isinstance(op, (Reduce, Broadcast)):
             if not self._device.holds(op.value):
-                return self._inner.execute(op, wait_for_turn, place)
+                return self._inner.execute(op, turn, job)
             here = self._fetched(op.value)
-            return self._returned(op.value, self._inner.execute(replace(op, value=here), wait_for_turn, place))
+            return self._returned(op.value, self._inner.execute(replace(op, value=here), turn, job))
         if not self._device.holds(op.send):
-            return self._inner.execute(op, wait_for_turn, place)
+            return self._inner.execute(op, turn, job)
         here, room = self._fetched(op.send), self._device.pinned(op.recv)
-        # Without a place: a reply elsewhere than in page-locked memory could not be copied without waiting.
-        reply = self._inner.execute(replace(op, send=here, recv=room), wait_for_turn)
+        # Without the job's name: a reply elsewhere than in page-locked memory could not be copied without waiting.
+        reply = self._inner.execute(replace(op, send=here, recv=room), turn)
         # Without a sender, the receive buffer does not change.
         is_due = not isinstance(op, SendRecv) or op.source is not None
         return self._returned(op.recv, reply) if is_due else op.recv
