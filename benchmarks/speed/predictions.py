@@ -1,9 +1,11 @@
 """Predicted against measured steps over the committed grid: calibrate on a third of the cells, judge on the others.
 
     python benchmarks/speed/predictions.py
+    python benchmarks/speed/predictions.py --rows benchmarks/results/speed/step_long_links.jsonl
 
-Codecs are rehearsed on this machine, so run it where the grid was measured, with nothing beside it. Writes
-``benchmarks/results/speed/predictions.json`` and ``docs/figures/predicted.png``.
+The second judges links with delay and loss, and all variants that were measured there. Codecs are rehearsed on this machine, so run it where the grid was measured, with nothing beside it. Writes
+``benchmarks/results/speed/predictions.json`` and ``docs/figures/predicted.png``, or the same of long links with
+``_long_links`` at the end of the names.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from gradwire.tools.bench.step import read_rows
 from gradwire.tools.bench.variants import VARIANTS
 from gradwire.tools.experiments.run_record import hardware, versions
 
-FIGURE = ROOT / "docs" / "figures" / "predicted.png"
+FIGURES = ROOT / "docs" / "figures"
+LONG = "step_long_links"
 CLEAR = 0.05
 """A measured difference that counts when the sign of the advice is judged."""
 
@@ -37,18 +40,20 @@ def advice(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         if row["role"] == "judged":
-            cells.setdefault((row["model"], row["hosts"], row["bandwidth_bits_per_s"]), {})[row["variant"]] = row
+            cells.setdefault((row["model"], row["lab"]), {})[row["variant"]] = row
     found = []
-    for (model, hosts, rate), cell in cells.items():
+    for (model, lab), cell in cells.items():
+        one = cell["gradwire terngrad"]
         for against, names in (("DDP fp32", CASTS[:1]), ("the best cast", CASTS)):
             ratios = {}
             for kind in ("measured_s", "predicted_s"):
-                ratios[kind] = min(cell[n][kind] for n in names) / cell["gradwire terngrad"][kind]
+                ratios[kind] = min(cell[n][kind] for n in names if n in cell) / one[kind]
             found.append(
                 {
                     "model": model,
-                    "hosts": hosts,
-                    "bandwidth_bits_per_s": rate,
+                    "lab": lab,
+                    "hosts": one["hosts"],
+                    "bandwidth_bits_per_s": one["bandwidth_bits_per_s"],
                     "against": against,
                     "measured_speedup": ratios["measured_s"],
                     "predicted_speedup": ratios["predicted_s"],
@@ -75,12 +80,12 @@ def summary(rows: list[dict[str, Any]], advised: list[dict[str, Any]]) -> dict[s
     return out
 
 
-def draw(rows: list[dict[str, Any]]) -> None:
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
     """Draw predicted against measured, filled where judged."""
     from matplotlib.figure import Figure
 
     variants = list(dict.fromkeys(r["variant"] for r in rows))
-    colours = dict(zip(variants, ("#444444", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7")))
+    colours = dict(zip(variants, ("#444444", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")))
     drawing = Figure(figsize=(5.4, 5.0), layout="constrained")
     panel = drawing.subplots()
     low, high = (f(r["measured_s"] for r in rows) * 1e3 for f in (min, max))
@@ -105,27 +110,28 @@ def draw(rows: list[dict[str, Any]]) -> None:
     panel.set_title("Filled: judged. Hollow: used to calibrate. Dotted: 10 % and 25 %.", fontsize=8.5)
     panel.legend(fontsize=8)
     panel.grid(alpha=0.25)
-    FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(FIGURE, dpi=150)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(file, dpi=150)
 
 
 def main() -> int:
     """Judge, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, default=RESULTS / "speed/step_grid.jsonl")
-    parser.add_argument("--json", type=Path, default=RESULTS / "speed/predictions.json")
     arguments = parser.parse_args()
-    # The grid alone: methods with one row each would be calibrated on, or judged by, a single cell.
-    measured = [row for row in read_rows(arguments.rows) if row["variant"] in GRID]
+    long = arguments.rows.stem == LONG
+    name = "_long_links" if long else ""
+    # Of the grid: methods with one row each would be calibrated on, or judged by, a single cell.
+    measured = [row for row in read_rows(arguments.rows) if long or row["variant"] in GRID]
     machine, rows = judge(measured, lambda text: print(text, file=sys.stderr, flush=True))
     advised = advice(rows)
     found = summary(rows, advised)
     for row in sorted(rows, key=lambda r: abs(r["relative_error"]))[-15:]:
-        print(f"{row['model']:12s}{row['hosts']} {(row['bandwidth_bits_per_s'] or 0) / 1e6:6.0f} {row['variant']:20s}"
+        print(f"{row['model']:12s}{row['lab']:50s} {row['variant']:26s}"
               f"{1e3 * row['measured_s']:9.1f}{1e3 * row['predicted_s']:9.1f} {row['relative_error']:+.2f} {row['role']}")  # fmt: skip
     for key, value in found.items():
         print(f"{key}: {value}")
-    draw(rows)
+    draw(rows, FIGURES / f"predicted{name}.png")
     record = {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": hardware()["processor"],
@@ -136,7 +142,7 @@ def main() -> int:
         "advice": advised,
         "rows": rows,
     }
-    arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / f"speed/predictions{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

@@ -96,7 +96,11 @@ def cases_of(
                 Observation(
                     timeline,
                     exchanges[key],
-                    LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=topology.delay_s(0, 1)),
+                    LinkModel(
+                        bandwidth_bytes_per_s=rate / 8 if rate else None,
+                        latency_s=topology.delay_s(0, 1),
+                        loss=topology.of_host(0).loss,
+                    ),
                     Load(ranks=row["hosts"], cores=row["cores"]),
                     row["step_time_s"],
                 ),
@@ -149,6 +153,7 @@ def judge(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None) -
             {
                 "model": row["model"],
                 "hosts": row["hosts"],
+                "lab": row["lab"],
                 "bandwidth_bits_per_s": row["bandwidth_bits_per_s"],
                 "variant": row["variant"],
                 "measured_s": row["step_time_s"],
