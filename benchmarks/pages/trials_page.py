@@ -33,6 +33,13 @@ SPIKES = """## Spikes
 The rounds after it must be finite, and none of them may be skipped. The distance of later means from the true ones is
 compared with the same run without a spike."""
 
+LINKS = """## Links that fall silent, lose and reorder
+
+`python benchmarks/trials/links.py`, as root: four hosts of an emulated cluster at 200 Mbit/s exchange {small:,} or
+{large:,} elements for {rounds} rounds by {methods} methods, which use every protocol between them. Outages of all links
+or of one host's last 0.3 to 3 s, every few seconds, and once 12 s. All ranks must end with the bits of a simulation
+(of float32, which Gloo sums in an order of its own, with the same bits), without an error and without a restart."""
+
 IMAGES = """## Every method at its defaults
 
 `python benchmarks/trials/images.py --data FOLDER`: CIFAR-10, a network of three convolutions and two linear layers,
@@ -44,7 +51,7 @@ seed. So few updates favour methods that send much of a gradient at once; what a
 
 def page() -> str | None:
     """Return the page; None where nothing was measured."""
-    parts = [part for part in (_kills(), _messages(), _spikes(), _images()) if part]
+    parts = [part for part in (_kills(), _links(), _messages(), _spikes(), _images()) if part]
     return "\n".join([INTRODUCTION, *("\n".join([*part, ""]) for part in parts)]).rstrip() + "\n" if parts else None
 
 
@@ -95,6 +102,33 @@ def _kills() -> list[str]:
                  f"{told['ended_s']:.1f}", told["text"].replace("|", "/")) for row, told in lost)  # fmt: skip
         lines += ["", *_table(("kill", "moment", "manner", "victim", "survivor", "seconds", "what it said"), said)]
     return lines
+
+
+def _links() -> list[str]:
+    found = result("trials/trials_links")
+    if found is None:
+        return []
+    by_disturbance: dict[str, list[Row]] = {}
+    for row in found["rows"]:
+        by_disturbance.setdefault(row["disturbance"], []).append(row)
+    table = []
+    for name, rows in by_disturbance.items():
+        taken = sorted(row["seconds"] for row in rows if row["seconds"] is not None)
+        good = sum(row["good"] for row in rows)
+        table.append((name, len(rows), good, f"{statistics.median(taken):.1f}", f"{taken[-1]:.1f}"))
+    elements = sorted({row["elements"] for row in found["rows"]})
+    text = LINKS.format(
+        small=elements[0],
+        large=elements[-1],
+        rounds=found["rounds"],
+        methods=len({row["spec"] for row in found["rows"]}),
+    )
+    return [
+        f"{text} {_where(found)}",
+        "",
+        *_table(("disturbance", "trials", "good", "median, s", "longest, s"), table),
+        *(f"\n- {row['disturbance']}, {row['spec']}: {row['errors']}" for row in found["rows"] if not row["good"]),
+    ]
 
 
 def _messages() -> list[str]:
