@@ -6,6 +6,8 @@ import contextlib
 import logging
 import math
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -231,6 +233,32 @@ def test_trouble_is_told_to_those_that_are_met_later() -> None:
         found = made[0].judge([1], "a")
         assert found is not None
         assert found.text == "rank 1 failed at bucket 0: KeyError: 'boom'"
+
+
+def test_who_fails_waits_for_those_that_connect_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program may fail in the first steps, on a machine so busy that ranks have not met."""
+    monkeypatch.setattr(sys, "last_value", KeyError("boom"), raising=False)
+    with watches(2) as (_, made):
+        made[1].meet([0])
+        leaving = threading.Thread(target=made[1].leave, args=("its program came to its end",))
+        made[0].meet([1])
+        leaving.start()
+        assert until(lambda: knows(made[0], 1).ended_s is not None)
+        leaving.join(10)
+        found = made[0].judge([1], "a")
+        assert found is not None
+        assert found.text == "rank 1 failed with KeyError: 'boom', which nobody caught"
+
+
+def test_who_fails_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_value", KeyError("boom"), raising=False)
+    monkeypatch.setattr(watch, "MEET_S", 0.05)
+    with watches(2) as (_, made):
+        made[1].meet([0])
+        leaving = threading.Thread(target=made[1].leave, args=("its program came to its end",))
+        leaving.start()
+        leaving.join(10)
+        assert not leaving.is_alive()
 
 
 def test_a_stranger_is_not_taken_for_a_rank() -> None:

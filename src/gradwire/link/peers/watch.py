@@ -49,6 +49,9 @@ QUIET_S = 2.5
 SILENCE_S = 10.0
 """Time without a sign of life of a rank after which a warning about it is logged."""
 
+MEET_S = 2.0
+"""The longest that a rank whose exception nobody caught waits for ranks that have not connected to it yet."""
+
 OWN_PAUSE_S = 2.0
 """If this process itself was stopped for this long, missing signs of life are not the others' fault."""
 
@@ -116,6 +119,8 @@ class Watch:
     def leave(self, how: str) -> None:
         """Report to the others that this process ends, with the exception if one was not caught."""
         raised = getattr(sys, "last_value", None)
+        if raised is not None:
+            self._wait_until_met()
         if raised is not None and not self._in_trouble:
             # If ranks have ended before, one of them is the most likely cause of a later exception.
             blamed = self.judge(self._standings, "", orderly=False)
@@ -125,6 +130,13 @@ class Watch:
                 self.tell(Notice(BECAUSE, "", blamed.ranks, blamed.text))
         self.tell(Notice(ENDED, text=how))
         self._connections.close()
+
+    def _wait_until_met(self) -> None:
+        """Give the ranks that this one depends on time to connect: an end before it would be one without a word."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: all(s.heard_s is not None or s.ended_s is not None for s in self._standings.values()), MEET_S
+            )
 
     def judge(
         self, ranks: Iterable[int], link: str, *, orderly: bool = True, elsewhere_since_s: float = math.inf
@@ -179,10 +191,10 @@ class Watch:
         now_s = time.monotonic()
         with self.changed:
             standing = self._standings.setdefault(rank, Standing())
-            standing.heard_s = now_s
+            met, standing.heard_s = standing.heard_s is None, now_s
             for notice in notices:
                 standing.take(notice, now_s)
-            if notices:
+            if notices or met:
                 self.changed.notify_all()
 
     def _ended(self, rank: int, why: str | None) -> None:
