@@ -87,7 +87,8 @@ def long_links_section() -> list[str]:
     lines = [
         "## Steps on long links",
         "",
-        "`gradwire bench step --delay ... --loss ...`: a few cells, milliseconds. The floor knows bytes and computing, no delay."
+        "`gradwire bench step --delay ... --loss ...`: a few cells, milliseconds. The floor knows bytes and computing, no delay. A turn of an"
+        " exchange begins with up to three steps that are not counted, since TCP begins slowly after the turns of the others."
         f" Segments again: those that TCP sent a second time, a host and step. {provenance(rows[0])}.",
         "",
         "| model | hosts | link | congestion control | exchange | step | 20 % - 80 % | of floor | sent, MB | segments again | relay |",
@@ -99,4 +100,28 @@ def long_links_section() -> list[str]:
             f" | {ms(row['percentile_20_s'])} - {ms(row['percentile_80_s'])} | {row['ratio_to_floor']:.2f}"
             f" | {(row['sent_bytes_per_step'] or 0) / 1e6:.2f} | {row['segments_again_per_step']:.1f} | {row['relay_limits'] or 'no limit'} |"
         )
-    return [*lines, ""]
+    return [*lines, "", *_predicted()]
+
+
+def _predicted() -> list[str]:
+    """Describe what the performance model says of these steps."""
+    found = result("speed/predictions_long_links")
+    if found is None:
+        return []
+    told = found["summary"]
+    lines = [
+        "`python benchmarks/speed/predictions.py --rows benchmarks/results/speed/step_long_links.jsonl`: the model, calibrated on every"
+        f" third cell and judged on the others: {told['judged_steps']} steps, off by {100 * told['median_absolute_error']:.0f} % in the"
+        f" median, {100 * told['percentile_90_absolute_error']:.0f} % at the 90th percentile, {100 * told['worst_absolute_error']:.0f} % at"
+        " most.",
+        "",
+        "| model | link | exchange | measured | predicted | off by |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        if row["role"] == "judged":
+            lines.append(
+                f"| {row['model']} | {link_of(row['lab'])} | {row['variant']} | {ms(row['measured_s'])} | {ms(row['predicted_s'])}"
+                f" | {100 * row['relative_error']:+.0f} % |"
+            )
+    return [*lines, "", "![Predicted beside measured steps on long links](figures/predicted_long_links.png)", ""]

@@ -208,3 +208,21 @@ def test_nccl_serves_where_each_rank_has_a_gpu_and_no_link_is_emulated(
 def test_gpus_are_refused_where_there_are_none() -> None:
     with pytest.raises(gw.BackendError, match=r"--compute cuda: PyTorch .* finds no CUDA device"):
         StepGrid(models=["lenet"], topologies=[Topology(hosts=2)], compute="cuda")
+
+
+def test_on_links_with_a_delay_a_turn_begins_with_steps_that_are_not_counted() -> None:
+    def cell(topology: Topology) -> tuple[Cell, FakeRanks]:
+        grid = StepGrid(models=["lenet"], topologies=[topology], variants=list(TIMES_S), budget_s=1.0)
+        ranks = FakeRanks(None)
+        return Cell(grid, "lenet", topology, ranks, None, NUMEL), ranks  # type: ignore[arg-type]
+
+    (near, asked_near), (far, asked_far) = (
+        cell(Topology(hosts=HOSTS, impairments=Impairments(delay_s=delay_s))) for delay_s in (0.0, 0.02)
+    )
+    assert [near.lead(step_s) for step_s in (0.1, 5.0)] == [0, 0]
+    assert [far.lead(step_s) for step_s in (0.1, 0.5, 5.0)] == [3, 2, 1]
+    rows = [one.measure(list(TIMES_S)) for one in (near, far)]
+    steps = [sum(do == "steps" for do, _ in ranks.asked) for ranks in (asked_near, asked_far)]
+    # Five turns of three variants.
+    assert steps[1] - steps[0] == 15
+    assert [row["samples"] for row in rows[0]] == [row["samples"] for row in rows[1]]

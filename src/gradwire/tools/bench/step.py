@@ -165,6 +165,10 @@ def tell_to_sleep(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row] 
     return timeline
 
 
+LEAD = 3
+"""Most steps that begin a turn and are not counted, on links with a delay."""
+
+
 class Cell:
     """All variants of one model on one cluster, which take turns."""
 
@@ -181,6 +185,7 @@ class Cell:
     ) -> None:
         self.grid, self.model, self.topology, self.timeline = grid, model, topology, timeline
         self.ranks, self.network, self.numel, self.clock = ranks, network, numel, clock
+        self._delayed = any(link.delay_s for link in topology.links())
 
     def measure(self, variants: Sequence[str]) -> list[Row]:
         """Measure the variants of this cell, including computing alone; return a row for each.
@@ -203,7 +208,7 @@ class Cell:
                 for name in variants:
                     turns, steps = counts[name]
                     if turn < turns:
-                        samples[name].append(self._turn(name, steps))
+                        samples[name].append(self._turn(name, steps, self.lead(step_s[name])))
                 timeline = self.timeline or self.ranks.ask("timeline", variant=COMPUTE)[0]["timeline"]
         taken = {name: turns for name, turns in samples.items() if turns}
         if timeline is None or COMPUTE not in taken:
@@ -239,7 +244,17 @@ class Cell:
             step_s = median(self._turn(name, 3)["times_s"])
         return step_s
 
-    def _turn(self, name: str, steps: int) -> Row:
+    def lead(self, step_s: float) -> int:
+        """Return the number of steps that begin each turn and are not counted, of an exchange that takes so long.
+
+        A connection that was idle for longer than TCP's timeout begins slowly again, which on links with a delay takes
+        several round trips. In a training no exchange pauses for the turns of others.
+        """
+        return max(1, min(LEAD, int(self.grid.budget_s / step_s))) if self._delayed else 0
+
+    def _turn(self, name: str, steps: int, lead: int = 0) -> Row:
+        if lead:
+            self.ranks.ask("steps", variant=name, count=lead)
         watch = NetworkWatch(self.network, self.topology) if self.network else None
         answers = self.ranks.ask("steps", variant=name, count=steps)
         moved = watch.moved() if watch else None
