@@ -36,8 +36,10 @@ compared with the same run without a spike."""
 LINKS = """## Links that fall silent, lose and reorder
 
 `python benchmarks/trials/links.py`, as root: four hosts of an emulated cluster at 200 Mbit/s exchange {small:,} or
-{large:,} elements for {rounds} rounds by {methods} methods, which use every protocol between them. Outages of all links
-or of one host's last 0.3 to 3 s, every few seconds, and once 12 s. All ranks must end with the bits of a simulation
+{large:,} elements for {rounds} rounds by {methods} methods, which use gathers, two shots with and without encoding
+again, a tree, broadcasts, two levels and a ring; a reduce-scatter, gossip and local steps are not among them. Outages of
+all links or of one host's last 0.3 to 3 s, and once 12 s; they are 2 to 5 s apart, so that about half of the trials meet one.
+All ranks must end with the bits of a simulation
 (of float32, which Gloo sums in an order of its own, with the same bits), without an error and without a restart."""
 
 IMAGES = """## Every method at its defaults

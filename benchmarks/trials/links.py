@@ -2,12 +2,11 @@
 
     sudo env "PATH=$PATH" python benchmarks/trials/links.py --json benchmarks/results/trials/trials_links.json
 
-Four hosts of an emulated cluster exchange a million elements for some rounds by one method, over TCP that is disturbed
-in one of three ways. Methods take turns, so that every protocol meets every disturbance at other moments of its
-rounds; sizes take turns too, with rows below and above those that are sent one at a time. A trial is good if all
-rounds end, without an error, with the bits of a simulation on every rank. Of float32, which Gloo sums in an order of
-its own, all ranks must have the same bits. A trial that takes longer than its limit is a
-hang, and ends the disturbance's part.
+Four hosts of an emulated cluster exchange 20,000 or a million elements for some rounds by one method, over TCP that is
+disturbed in one of three ways. Methods take turns, so that each meets every disturbance at other moments of its rounds;
+sizes take turns too, with rows below and above those that are sent one at a time. A trial is good if all rounds end,
+without an error, with the bits of a simulation on every rank. Of float32, which Gloo sums in an order of its own, all
+ranks must have the same bits. A trial that takes longer than its limit is a hang, and ends the disturbance's part.
 """
 
 from __future__ import annotations
