@@ -215,7 +215,8 @@ def run_script(path: Path, *words: object, world_size: int = 2) -> str:
             process.join(5)
             process.kill()
             process.join()
-    for rank, (kind, value) in enumerate(answers):
-        if kind != "ok":
-            raise RankError(f"rank {rank}: {kind}\n{value}")
+    # All of them: the first rank's error may only say that another one has ended.
+    failed = [f"rank {rank}: {kind}\n{value}" for rank, (kind, value) in enumerate(answers) if kind != "ok"]
+    if failed:
+        raise RankError("\n".join(failed))
     return str(answers[0][1])
