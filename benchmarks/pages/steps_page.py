@@ -120,7 +120,8 @@ def why_small_models_lose() -> list[str]:
         "Small models pay for messages, not for bytes. Where workers sleep instead of computing, and links are unlimited,"
         f" lenet on {', '.join(map(str, found))} hosts takes longer than with DDP without a hook by, in milliseconds:"
         f" {'; '.join(f'`{name}` {text}' for name, text in more.items())}. An all-reduce hands a bucket to the backend once. TernGrad's"
-        " ranks wait for each other up to three times a bucket (scalers, shards, sums). On two hosts each worker has a core of its own; on more, whoever waits for a message also waits for a core."
+        " ranks wait for each other up to three times a bucket (scalers, shards, sums). On two hosts each worker has a core of its own; on more, whoever"
+        " waits for a message also waits for a core."
         f' `method="auto"` chose {", ".join(chosen)} there.',
         "",
     ]

@@ -67,13 +67,18 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows]
 
 
+def _grouped(rows: Iterable[Row], field: str) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[field], []).append(row)
+    return groups
+
+
 def _kills() -> list[str]:
     found = result("trials/trials_kills")
     if found is None:
         return []
-    by_way: dict[str, list[Row]] = {}
-    for row in found["rows"]:
-        by_way.setdefault(row["way"], []).append(row)
+    by_way = _grouped(found["rows"], "way")
     table = [
         (
             way,
@@ -110,11 +115,8 @@ def _links() -> list[str]:
     found = result("trials/trials_links")
     if found is None:
         return []
-    by_disturbance: dict[str, list[Row]] = {}
-    for row in found["rows"]:
-        by_disturbance.setdefault(row["disturbance"], []).append(row)
     table = []
-    for name, rows in by_disturbance.items():
+    for name, rows in _grouped(found["rows"], "disturbance").items():
         taken = sorted(row["seconds"] for row in rows if row["seconds"] is not None)
         good = sum(row["good"] for row in rows)
         table.append((name, len(rows), good, f"{statistics.median(taken):.1f}", f"{taken[-1]:.1f}"))
@@ -180,9 +182,7 @@ def _images() -> list[str]:
     found = result("trials/trials_images")
     if found is None:
         return []
-    by_method: dict[str, list[Row]] = {}
-    for row in found["rows"]:
-        by_method.setdefault(row["method"], []).append(row)
+    by_method = _grouped(found["rows"], "method")
     dense = statistics.mean(row["accuracy"] for row in by_method["fp32"])
     trained = {name: rows for name, rows in by_method.items() if all("accuracy" in row for row in rows)}
     order = sorted(trained, key=lambda name: -statistics.mean(row["accuracy"] for row in trained[name]))

@@ -3,7 +3,8 @@
     python benchmarks/speed/predictions.py
     python benchmarks/speed/predictions.py --rows benchmarks/results/speed/step_long_links.jsonl
 
-The second judges links with delay and loss, and all variants that were measured there. Codecs are rehearsed on this machine, so run it where the grid was measured, with nothing beside it. Writes
+The second judges links with delay and loss, and all variants that were measured there. Codecs are rehearsed on this
+machine, so run it where the grid was measured, with nothing beside it. Writes
 ``benchmarks/results/speed/predictions.json`` and ``docs/figures/predicted.png``, or the same of long links with
 ``_long_links`` at the end of the names.
 """

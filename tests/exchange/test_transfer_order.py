@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -75,69 +76,68 @@ def test_no_two_jobs_send_at_a_time(lanes: int) -> None:
     assert all(found == sorted(found) for found in ([t for t in done if t in part] for part in work))
 
 
-def test_while_a_job_computes_the_next_one_sends() -> None:
-    """Two ranks of two lanes in one process; the first lane's jobs do not end before they are told to."""
+@contextlib.contextmanager
+def two_ranks_of_two_lanes(start: Callable[[int, list[Lane]], object]) -> Iterator[None]:
+    """Open the lanes of two ranks in one process, and call ``start(rank, lanes)`` for each."""
     stores = [dist.HashStore() for _ in range(2)]
-    lanes: list[Lane] = []
+    opened: list[Lane] = []
+
+    def open_lanes(rank: int) -> None:
+        order = TransferOrder()
+        lanes = [Lane(stores[i], rank, 2, timedelta(seconds=60), f"{rank}.{i}", order) for i in range(2)]
+        opened.extend(lanes)
+        start(rank, lanes)
+
+    openers = [threading.Thread(target=open_lanes, args=(rank,)) for rank in range(2)]
+    for opener in openers:
+        opener.start()
+    for opener in openers:
+        opener.join(60)
+    try:
+        yield
+    finally:
+        for lane in opened:
+            lane.close()
+
+
+def large_gather() -> AllGather:
+    return AllGather(torch.zeros(LARGE_BYTES, dtype=torch.uint8), torch.empty(2, LARGE_BYTES, dtype=torch.uint8))
+
+
+def test_while_a_job_computes_the_next_one_sends() -> None:
+    """The first lanes' jobs do not end before they are told to."""
     release, sent = threading.Event(), [threading.Event() for _ in range(4)]
 
     def gather(arrived: threading.Event, go_on: Callable[[], object]) -> Exchange[None]:
-        rows = yield AllGather(
-            torch.zeros(LARGE_BYTES, dtype=torch.uint8), torch.empty(2, LARGE_BYTES, dtype=torch.uint8)
-        )
+        rows = yield large_gather()
         assert rows.shape == (2, LARGE_BYTES)
         arrived.set()
         go_on()
 
-    def open_lanes(rank: int) -> None:
-        order = TransferOrder()
-        pair = [Lane(stores[i], rank, 2, timedelta(seconds=60), f"{rank}.{i}", order) for i in range(2)]
-        lanes.extend(pair)
-        pair[0].run(gather(sent[rank], lambda: release.wait(60)))
-        pair[1].run(gather(sent[2 + rank], lambda: None))
+    def start(rank: int, lanes: list[Lane]) -> None:
+        lanes[0].run(gather(sent[rank], lambda: release.wait(60)))
+        lanes[1].run(gather(sent[2 + rank], lambda: None))
 
-    openers = [threading.Thread(target=open_lanes, args=(rank,)) for rank in range(2)]
-    for opener in openers:
-        opener.start()
-    for opener in openers:
-        opener.join(60)
-    try:
-        assert all(event.wait(60) for event in sent)
-    finally:
-        release.set()
-        for lane in lanes:
-            lane.close()
+    with two_ranks_of_two_lanes(start):
+        try:
+            assert all(event.wait(60) for event in sent)
+        finally:
+            release.set()
 
 
 def test_jobs_whose_peers_are_at_another_place_do_not_wait_in_a_circle() -> None:
-    """The second job's rows are asked for before its rank has its turn, so that a first job that sends late can."""
-    stores = [dist.HashStore() for _ in range(2)]
-    late = threading.Event()
+    """Each rank is late with another job; a job's receives are posted before it asks for its turn."""
     ended = [threading.Event() for _ in range(4)]
-    lanes: list[Lane] = []
 
-    def two(first: Callable[[], object], done: threading.Event) -> Exchange[None]:
+    def two(pause_s: float, done: threading.Event) -> Exchange[None]:
         for _ in range(2):
-            first()
-            yield AllGather(torch.zeros(LARGE_BYTES, dtype=torch.uint8), torch.empty(2, LARGE_BYTES, dtype=torch.uint8))
+            time.sleep(pause_s)
+            yield large_gather()
         done.set()
 
-    def open_lanes(rank: int) -> None:
-        order = TransferOrder()
-        pair = [Lane(stores[i], rank, 2, timedelta(seconds=60), f"{rank}.{i}", order) for i in range(2)]
-        lanes.extend(pair)
-        # Each rank is late with another job.
-        for job in range(2):
-            wait = (lambda: late.wait(0.3)) if job == rank else (lambda: None)
-            pair[job].run(two(wait, ended[2 * rank + job]))
+    def start(rank: int, lanes: list[Lane]) -> None:
+        for job, lane in enumerate(lanes):
+            lane.run(two(0.3 * (job == rank), ended[2 * rank + job]))
 
-    openers = [threading.Thread(target=open_lanes, args=(rank,)) for rank in range(2)]
-    for opener in openers:
-        opener.start()
-    for opener in openers:
-        opener.join(60)
-    try:
+    with two_ranks_of_two_lanes(start):
         assert all(event.wait(60) for event in ended)
-    finally:
-        for lane in lanes:
-            lane.close()

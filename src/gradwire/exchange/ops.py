@@ -100,7 +100,7 @@ class AllGather:
 
 @dataclass(frozen=True, eq=False)
 class SendRecv:
-    """Send ``send`` (uint8 ``[bytes]``) to rank ``to`` and receive as much from ``source``: the reply.
+    """Send ``send`` (uint8 ``[bytes]``) to rank ``to``; the reply has as many bytes, which rank ``source`` sent.
 
     All ranks yield it at the same time. ``to`` or ``source`` or both may be None, for no peer; without a source
     the reply is ``recv``, which does not change. Peers depend on the ranks alone.
