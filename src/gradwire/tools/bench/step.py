@@ -304,7 +304,7 @@ class Cell:
             "sent_bytes_per_step": sent,
             "interface_bytes_per_step": moved,
             "interface_over_library": gap,
-            "bytes_agree": None if gap is None or not sent else bytes_agree(gap, sent, again),
+            "bytes_agree": None if gap is None or not sent else bytes_agree(gap, sent, again, hosts - 1),
             **network_fields(self.network, passed, steps, hosts),
             "cpu_s_per_step": sum(t["cpu_s"] for t in turns) / steps,
             **{f"{k[:-2]}_s_per_step": sum(t[k] for t in turns) / steps for k in ("encode_s", "wire_s", "decode_s")},
