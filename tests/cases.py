@@ -153,6 +153,8 @@ TABLE: dict[str, list[Case]] = {
         Case(gw.TernGrad(clip=1.0), ternary_bits, *ternary(1.0)),
         Case(gw.TernGrad(clip_by="std"), ternary_bits, *ternary(2.5, clip_by="std")),
         Case(gw.TernGrad(share_scaler=False), gather(1.6), *ternary(2.5, shared=False)),
+        # The first round exchanges scalers; tests/methods/test_terngrad_ahead.py has the others.
+        Case(gw.TernGrad(ahead=True), ternary_bits, *ternary(2.5), memory=True),
     ],
     "qsgd": [
         Case(gw.QSGD(), gather(16 / 3 + 32 / 512), variance=levels(range(17), 512, "l2"), constants=False),

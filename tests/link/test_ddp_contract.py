@@ -421,7 +421,7 @@ def run_checked_corruption() -> str:
     """Rank 1 decodes something else, as a broken CPU or a drifted library would."""
     import torch.distributed as dist
 
-    from gradwire.methods.ternary.terngrad import TernaryCodec
+    from gradwire.methods.ternary.ternary_codec import TernaryCodec
 
     ddp = DistributedDataParallel(layers(2))
     link = gw.attach(ddp, "terngrad", check=True)

@@ -31,7 +31,7 @@ def run_until(what: str) -> tuple[str, str]:
     """Train; at step 3 rank 1 does something bad. Give the error's kind and sentence."""
     import torch.distributed as dist
 
-    from gradwire.methods.ternary.terngrad import TernaryCodec
+    from gradwire.methods.ternary.ternary_codec import TernaryCodec
 
     rank = dist.get_rank()
     ddp = DistributedDataParallel(layers(6), bucket_cap_mb=0.0163)

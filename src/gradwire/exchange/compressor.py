@@ -31,10 +31,12 @@ class Compressor(Method):
     def traits(self) -> Traits:
         """The declared traits, with ``scatters`` set if payloads can be gathered one parameter at a time."""
         found = self.declare()
-        return replace(found, scatters="all_gather" in found.collectives and not found.whole_step)
+        # The owner of a shard would know the state of its own shard only.
+        stateless = not (found.whole_step or found.remembers)
+        return replace(found, scatters="all_gather" in found.collectives and stateless)
 
     @property
-    def as_operator(self) -> Operator:
+    def as_operator(self) -> Operator | None:
         return self
 
     def refusal_of_feedback(self, unseen: str) -> str | None:

@@ -161,7 +161,8 @@ class SimulatedLink:
             contexts = [replace(self._context(r, chunk), wants_sent=measured) for r in range(self.world_size)]
             runs = [plan.run(c, g, p) for c, g, p in zip(contexts, rows, prepared)]
             # Workers other than 0 must finish the protocol only if they have state or an outcome of their own.
-            alike = self.method.properties.state == "none" and not self.method.traits.outcomes_differ
+            stateless = self.method.properties.state == "none" and not self.method.traits.remembers
+            alike = stateless and not self.method.traits.outcomes_differ
             outcome = simulate_ranks(runs, self._meters, leader_only=alike)[0]
             finite = finite and outcome.finite is not False
             if outcome.sent is None:

@@ -235,6 +235,13 @@ class SummableCodec(Codec):
     def mean_bytes(self, units: int) -> int:
         """Return the exact number of bytes of the reduced codes of ``units`` units (a multiple of ``grain``)."""
 
+    def heard(self, rows: torch.Tensor, summary: Summary) -> Summary:
+        """Return the summary for this rank's decoders, now that all ranks' codes of its own share are here.
+
+        The first ``side_bytes`` bytes of a row are the same for all owners, so that all ranks hear the same.
+        """
+        return summary
+
     @abstractmethod
     def reduce(self, rows: torch.Tensor, begin: int, out: torch.Tensor) -> None:
         """Reduce the codes of the same units from all ranks, ``[world_size, payload_bytes]``, to ``mean_bytes`` bytes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -55,7 +55,9 @@ def two_shot(context: Context, tag: int, sections: Sequence[Section], flat: torc
 
     mine = space.get("down", 1, down.row_bytes)
     reduced = [space.get(f"reduced {i}", size) for i, size in enumerate(down.sizes)]
-    for (codec, share), part, out in zip(pairs, up.read(rows, head, context.rank, arrived), reduced):
+    parts = up.read(rows, head, context.rank, arrived)
+    sections = [replace(s, summary=c.heard(part, s.summary)) for s, c, part in zip(sections, codecs, parts)]
+    for (codec, share), part, out in zip(pairs, parts, reduced):
         codec.reduce(part, context.rank * share, out)
     head = header(context, down, tag, context.exchange + 1)
     told, arrived = told_lengths(
