@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -20,8 +22,10 @@ def buffer(order: str = "abc") -> StepBuffer:
 def test_buckets_lie_in_the_steps_order_whatever_theirs() -> None:
     step = buffer("cab")
     first, second = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 6.0])
-    futures = [step.add(["b", "c"], first), step.add(["a"], second)]
-    assert step.vector().tolist() == [4.0, 5.0, 6.0, 1.0, 2.0, 3.0]
+    futures = [step.add(0, ["b", "c"], first), step.add(1, ["a"], second)]
+    names, vector = step.joined(needs_all=True)
+    assert names == ["c", "a", "b"]
+    assert vector.tolist() == [4.0, 5.0, 6.0, 1.0, 2.0, 3.0]
     assert not any(future.done() for future in futures)
     ended: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     ended.set_result(torch.arange(10.0, 70.0, 10.0))
@@ -33,23 +37,43 @@ def test_buckets_lie_in_the_steps_order_whatever_theirs() -> None:
 def test_a_step_begins_anew_after_it_was_given_back() -> None:
     step = buffer()
     for value in (1.0, 2.0):
-        future = step.add(["a", "b", "c"], torch.full((6,), value))
+        future = step.add(0, ["a", "b", "c"], torch.full((6,), value))
         ended: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        ended.set_result(step.vector().clone())
+        ended.set_result(step.joined(needs_all=True)[1].clone())
         step.give_back(ended)
         assert future.value().tolist() == [value] * 6
     with pytest.raises(gw.IncompatibleError, match="no gradient for 'a'"):
-        step.vector()
+        step.joined(needs_all=True)
 
 
 def test_a_failure_reaches_every_bucket() -> None:
     step = buffer()
-    futures = [step.add(["a", "b"], torch.zeros(5)), step.add(["c"], torch.zeros(1))]
+    futures = [step.add(0, ["a", "b"], torch.zeros(5)), step.add(1, ["c"], torch.zeros(1))]
     ended: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     ended.set_exception(ValueError("broken"))  # type: ignore[arg-type]
     step.give_back(ended)
     for future in futures:
         with pytest.raises(ValueError, match="broken"):
             future.value()
-    futures = [step.add(["a", "b", "c"], torch.zeros(6))]
-    assert step.vector().tolist() == [0.0] * 6
+    step.add(0, ["a", "b", "c"], torch.zeros(6))
+    assert step.joined(needs_all=True)[1].tolist() == [0.0] * 6
+
+
+def test_a_step_may_leave_out_a_parameter_that_is_not_needed() -> None:
+    step = buffer()
+    for names, values in ((["a", "c"], [1.0, 2.0, 3.0]), (["c", "b"], [4.0, 5.0, 6.0, 7.0]), (["b", "a"], [8.0] * 5)):
+        future = step.add(0, names, torch.tensor(values))
+        order, vector = step.joined(needs_all=False)
+        assert order == sorted(names)
+        assert vector.numel() == len(values)
+        ended: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        ended.set_result(10 * vector)
+        step.give_back(ended)
+        assert future.value().tolist() == [10 * value for value in values]
+
+
+def test_what_a_backward_pass_that_failed_has_left_is_dropped() -> None:
+    step = buffer()
+    step.add(0, ["a"], torch.full((2,), math.nan))
+    step.add(0, ["a", "b", "c"], torch.ones(6))
+    assert step.joined(needs_all=True)[1].tolist() == [1.0] * 6

@@ -25,9 +25,7 @@ T = TypeVar("T")
 
 
 class StepBuffer:
-    """Collects the buckets of a step, and returns their parts of the outcome.
-
-    It is used by methods that need all gradients before they begin.
+    """Joins the buckets of a step, and returns their parts of the outcome.
 
     Args:
         order: Names of all parameters, in the order of the step's vector.
@@ -36,41 +34,51 @@ class StepBuffer:
     """
 
     def __init__(self, order: Sequence[str], parameters: Mapping[str, Parameter], device: Device) -> None:
-        self._device = device
-        self.order = list(order)
+        self._device, self._order, self._parameters = device, list(order), parameters
         self._place: dict[str, tuple[int, int]] = {}
-        offset = 0
-        for name in self.order:
-            numel = parameters[name].numel
-            self._place[name] = (offset, offset + numel)
-            offset += numel
-        self._numel = offset
         self._buckets: list[tuple[Sequence[str], torch.Tensor, Mean]] = []
         self._vector: torch.Tensor | None = None
 
-    def add(self, names: Sequence[str], flat: torch.Tensor) -> Mean:
-        """Add a bucket; its future is done after :meth:`give_back`."""
+    def add(self, index: int, names: Sequence[str], flat: torch.Tensor) -> Mean:
+        """Add a bucket; its future is done after :meth:`give_back`. Bucket 0 begins a step."""
+        if index == 0:
+            # A backward pass that failed may have left some.
+            self._buckets = []
         future = self._device.future()
         self._buckets.append((names, flat, future))
         return future
 
-    def vector(self) -> torch.Tensor:
-        """Join the buckets into one float32 vector, a buffer that all steps use.
+    def joined(self, *, needs_all: bool) -> tuple[list[str], torch.Tensor]:
+        """Join the buckets into one float32 vector, a buffer that all steps use; return its parameters, too.
+
+        Args:
+            needs_all: True if the method needs all parameters.
 
         Raises:
-            IncompatibleError: the step left a parameter out.
+            IncompatibleError: the step left out a parameter that is needed.
         """
-        missing = set(self.order) - {name for names, _, _ in self._buckets for name in names}
-        if missing:
+        here = {name for names, _, _ in self._buckets for name in names}
+        missing = set(self._order) - here
+        if missing and needs_all:
             raise IncompatibleError(
                 f"this step has no gradient for {sorted(missing)[0]!r}, and the method needs the whole step: use a "
                 "method that goes bucket by bucket, or freeze the parameter before attaching"
             )
+        names = [name for name in self._order if name in here] if missing else self._order
+        self._lay_out(names)
         if self._vector is None:
-            self._vector = torch.empty(self._numel, device=self._device.name)
-        for flat, part in self._parts(self._vector):
+            self._vector = torch.empty(sum(p.numel for p in self._parameters.values()), device=self._device.name)
+        vector = self._vector[: self._place[names[-1]][1]]
+        for flat, part in self._parts(vector):
             part.copy_(flat)
-        return self._vector
+        return names, vector
+
+    def _lay_out(self, names: Sequence[str]) -> None:
+        if self._place.keys() != set(names):
+            self._place, offset = {}, 0
+            for name in names:
+                self._place[name] = (offset, offset + self._parameters[name].numel)
+                offset = self._place[name][1]
 
     def give_back(self, ended: Mean) -> None:
         """Set the mean, or the error, on every bucket's future, and clear the buffer."""

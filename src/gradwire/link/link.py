@@ -78,6 +78,7 @@ class Link(LinkReports, LocalStepsUser):
             With a residual that may grow large, its momentum causes a warning. If an optimizer that is not given has a
             momentum beside the method's own, its first ``step()`` raises IncompatibleError, no parameter changes, and
             the link is broken.
+        unit_by_unit: True if the caller waits for each bucket before the next, so that buckets are never joined.
         beside: Ranks outside the group that exchange other shards of the same module. The lowest rank of all logs the
             warnings that concern all, and the end of any rank breaks the link.
         options: See :class:`Options`.
@@ -109,11 +110,12 @@ class Link(LinkReports, LocalStepsUser):
         grad_scaler: Any = None,
         optimizer: Any = None,
         beside: Iterable[int] = (),
+        unit_by_unit: bool = False,
         **options: Unpack[LinkOptions],
     ) -> None:
         self.group = group if group is not None else default_group()
         self.rank, self.world_size = self.group.rank(), self.group.size()
-        self.grad_scaler, self.optimizer = grad_scaler, optimizer
+        self.grad_scaler, self.optimizer, self._unit_by_unit = grad_scaler, optimizer, unit_by_unit
         count = LANES if lanes is None else lanes
         self.number = LinkNumber()
         ranks = {*dist.get_process_group_ranks(self.group), *beside}
@@ -228,7 +230,8 @@ class Link(LinkReports, LocalStepsUser):
             if self.world_size == 1:
                 future = round.leave(flat, last)
             else:
-                future = self._whole_step(round, names, flat, last) or self._start(round, index, names, flat, last)
+                joined = self._joined(round, index, names, flat, last)
+                future = joined or self._start(round, index, names, flat, last)
         except Exception as error:
             raise runtime.failures.record(error, place(index, None, runtime.round, names)) from error
         if last:
@@ -256,16 +259,17 @@ class Link(LinkReports, LocalStepsUser):
             runtime.memory.keep(changed.keeps)
         return Round(runtime, learning_rates)
 
-    def _whole_step(self, round: Round, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean | None:
-        """Hold a bucket back until the last one of the step arrives, if the method needs the whole step."""
+    def _joined(self, round: Round, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean | None:
+        """Hold a bucket back until the last one of the step arrives, if buckets are joined."""
         planner = self._selection.planner
-        if not planner.method.traits.whole_step:
+        needed = planner.method.traits.whole_step
+        if not needed and (self._unit_by_unit or (index == 0 and last) or not planner.joins_buckets):
             return None
         if self._step is None:
             self._step = StepBuffer(planner.step_order(), planner.parameters, self._runtime.device)
-        future = self._step.add(names, flat)
+        future = self._step.add(index, names, flat)
         if last:
-            whole = self._start(round, 0, self._step.order, self._step.vector(), last=True)
+            whole = self._start(round, 0, *self._step.joined(needs_all=needed), last=True)
             whole.add_done_callback(self._step.give_back)
         return future
 

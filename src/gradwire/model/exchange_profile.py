@@ -93,15 +93,23 @@ def exchange_of(
 
 
 def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, repeats: int) -> tuple[BucketJobs, ...]:
-    """Plan and profile buckets of a planner's parameters on this machine."""
+    """Plan and profile buckets of a planner's parameters on this machine.
+
+    If a link would join them, all jobs are those of the last one.
+    """
     generator = torch.Generator().manual_seed(0)
-    jobs = []
-    for bucket in buckets:
-        plan = planner.plan(bucket.names, 0)
-        flat = torch.randn(bucket.numel, generator=generator)
+
+    def jobs(names: Sequence[str], numel: int) -> BucketJobs:
+        plan = planner.plan(names, 0)
+        flat = torch.randn(numel, generator=generator)
         prepare, chunks = profile_locally(plan, flat, world_size, repeats, link=planner.options.link_cost)
-        jobs.append(BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous))
-    return tuple(jobs)
+        return BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous)
+
+    if planner.joins_buckets and len(buckets) > 1:
+        nothing = BucketJobs((), (), asynchronous=False)
+        order = planner.step_order()
+        return (nothing,) * (len(buckets) - 1) + (jobs(order, sum(bucket.numel for bucket in buckets)),)
+    return tuple(jobs(bucket.names, bucket.numel) for bucket in buckets)
 
 
 def nothing_but_the_sum(exchange: ExchangeProfile) -> ExchangeProfile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -14,13 +14,17 @@ from gradwire.exchange.drivers import LANES, Meter, count_step_delays, dry_run, 
 from gradwire.exchange.method import Method, require
 from gradwire.exchange.network_cost import Delays
 from gradwire.exchange.planning.options import Options, dense_names
-from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols import REDUCE_SCATTER, Context
 from gradwire.exchange.protocols.bucket_plan import BoundedPlan, BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter, Segment, join_compressed, lay_out
 from gradwire.kernels import CODERS, TRITON_FAMILIES, Kernels, checksum, chosen, get_kernels, time_coders
 from gradwire.seeds import LinkNumber, link_seed
 
 HOST_BACKENDS = ("cpu", "cpu-plain", "reference")
+
+JOINED_NUMEL = 1 << 20
+"""The buckets of a model with up to this many elements are exchanged as one: its messages cost more than is saved where
+the first bucket leaves while the last is computed."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +290,21 @@ class Planner:
             self._laid_out[key] = [replace(s, dense=s.parameter.name in self.dense) for s in laid]
         return self._laid_out[key]
 
+    @cached_property
+    def joins_buckets(self) -> bool:
+        """Whether the buckets of a step are exchanged as one: the method needs the whole step, or the model is small.
+
+        A small model's are joined only if the result does not depend on it.
+        """
+        method = self.method
+        return method.traits.whole_step or (
+            method.properties.bit_stable
+            and method.cast_dtype is None
+            and not (method.traits.local_steps or method.traits.outcomes_differ)
+            and self.options.collective != REDUCE_SCATTER
+            and sum(p.numel for p in self.parameters.values()) <= JOINED_NUMEL
+        )
+
     def step_order(self) -> list[str]:
         """Return the names of all parameters in the order of a whole step's vector: compressed ones first."""
         return sorted(self.parameters, key=lambda name: name in self.dense)
@@ -306,7 +325,7 @@ class Planner:
             buckets: Names of the parameters of each bucket, in the order in which buckets become ready.
             lanes: Number of lanes.
         """
-        listed = [self.step_order()] if self.method.traits.whole_step else buckets
+        listed = [self.step_order()] if self.joins_buckets else buckets
         meta, found = get_kernels("meta"), []
         for names in map(tuple, listed):
             plan = self._build(names, False, self._best(names, warm_up=False), meta)

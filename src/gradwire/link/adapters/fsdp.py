@@ -339,7 +339,7 @@ class _Replicas(_ShardedExchange):
         tensors = [(p.name, p.tensor) for unit in units for p in unit.parameters]
         if is_whole(options["seed"]):
             options = {**options, "seed": shard_seed(options["seed"], shards.rank())}
-        self.link = Link(tensors, method, group=replicas, beside=mesh_ranks(units[0]), **options)
+        self.link = Link(tensors, method, group=replicas, beside=mesh_ranks(units[0]), unit_by_unit=True, **options)
         if shards.size() > 1:
             self.link.part = f"shard-{shards.rank()}-of-{shards.size()}"
         alone = None
