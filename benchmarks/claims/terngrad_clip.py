@@ -1,4 +1,4 @@
-"""TernGrad's clip about zero (root mean square) and about the mean (standard deviation, the paper's), in training.
+"""TernGrad's clip about zero and about the mean (the paper's), and its scalers of the round before, in training.
 
     python benchmarks/claims/terngrad_clip.py --mnist FOLDER --text FILE --work runs/terngrad_clip \\
         --json benchmarks/results/claims/terngrad_clip.json
@@ -6,8 +6,9 @@
 Four simulated workers, LeNet on MNIST (SGD with momentum) and the character model on a text (Adam; without ``--text``
 the task's default text), the tasks' own settings, all methods from the same seeds. By default parameters with fewer
 than 1024 elements travel in float32; these are the biases and gains whose gradients have a mean, so that both rules are
-run with ``--min-numel 0``, too. Each run is ``gradwire train --simulate``. Runs that are whole are not repeated, so the
-script may be stopped and started again; several copies of it share the work. ``--collect`` only writes the results.
+run with ``--min-numel 0``, too. "ahead" encodes with the shared scalers of the round before. Each run is ``gradwire
+train --simulate``. Runs that are whole are not repeated, so the script may be stopped and started again; several copies
+of it share the work. ``--collect`` only writes the results.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ METHODS: dict[str, tuple[str, int]] = {
     "fp32": ("fp32", 0),
     "rms": ('TernGrad(clip_by="rms")', DEFAULT_MIN_NUMEL),
     "std": ('TernGrad(clip_by="std")', DEFAULT_MIN_NUMEL),
+    "ahead": ("TernGrad(ahead=True)", DEFAULT_MIN_NUMEL),
     "rms, all parameters": ('TernGrad(clip_by="rms")', 0),
     "std, all parameters": ('TernGrad(clip_by="std")', 0),
 }
