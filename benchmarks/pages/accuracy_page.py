@@ -33,19 +33,19 @@ TASKS = {
 """By the name of a table: a task's, or a longer training of it with what sends few bytes alone."""
 NOTES = {
     "digits": (
-        "The perceptron's biases, 522 of 85 002 elements, travel in float32 and cost every method that compresses no parameter "
-        "below 1024 elements 0.2 bits an element: that is most of what the sparsest methods send. Held out are 360 images, so "
-        "that one image is 0.28 points; differences of less than a point say nothing.",
+        "The perceptron's biases, 522 of 85 002 elements, travel in float32. They cost every method that compresses no parameter "
+        "below 1024 elements 0.2 bits per element, which is most of what the sparsest methods send. 360 images are held out, so "
+        "one image is 0.28 points, and differences of less than a point mean nothing.",
     ),
 }
 LOSSES = {
     "FourierATOMO": (
-        "gradients of a perceptron are not smooth: kept frequencies have one and a half to three times the variance of kept elements, and with no error feedback the steps "
-        "diverge at all three rates. It is for vectors with few frequencies."
+        "the gradients of a perceptron are not smooth. Kept frequencies have one and a half to three times the variance of kept elements, and without error feedback the steps "
+        "diverge at all three rates. The method is meant for vectors with few frequencies."
     ),
     "SketchedAMSGrad(density=0.001)": (
-        "a thousandth of the elements is 82 a step, and an adaptive step moves each of them by about the learning rate: in 300 steps most elements move a few "
-        "times at most. With a hundredth of the elements it reaches the mark."
+        "a thousandth of the elements is 82 per step, and an adaptive step moves each of them by about the learning rate, so most elements move at most a few "
+        "times in 300 steps. With a hundredth of the elements the method reaches the mark."
     ),
 }
 """By the label of a method: why it does not reach the mark."""
@@ -137,16 +137,16 @@ def section(task: str, title: str) -> list[str]:
         f"## {title}",
         "",
         f"`python benchmarks/training/method_table.py{option} --json benchmarks/results/training/methods_{task}.json`. {where(found)}. "
-        f"{found['runs']} trainings, {found['machine_hours']:.2f} machine-hours ({found['processor_hours']:.2f} of them on the "
-        "processor: the machine was shared).",
+        f"The {found['runs']} trainings took {found['machine_hours']:.2f} hours, {found['processor_hours']:.2f} of them on the "
+        "processor, since the machine was shared.",
         "",
-        f"{found['workers']} simulated workers, {whole['steps']} steps, "
+        f"The trainings have {found['workers']} simulated workers, {whole['steps']} steps, and "
         + (
-            f"{seeds} seeds, fewer where the line says so; ± is their standard deviation. "
+            f"{seeds} seeds, or fewer if the line says so; ± is the standard deviation over seeds. "
             if seeds > 1
-            else "one seed, so that nothing is known of its spread. "
+            else "one seed, so the spread over seeds is not known. "
         )
-        + ("At the rates of the table before. " if task != ours else "")
+        + ("They use the rates of the previous table. " if task != ours else "")
         + f"The mark is an accuracy of {100 * found['mark']:.2f} %, 0.95 times fp32's {100 * whole['accuracy']['mean']:.2f} %. "
         f"{len(rows) - len(missed)} of {len(rows)} settings reach it with every seed.",
         "",
@@ -157,18 +157,18 @@ def section(task: str, title: str) -> list[str]:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         *(f"| {' | '.join(cells(row, seeds))} |" for row in rows),
         "",
-        f"\\* The rate is the lowest or the highest of the three ({ends} of {len(chosen)} settings): a rate beyond it may be better.",
+        f"\\* The rate is the lowest or the highest of the three ({ends} of {len(chosen)} settings), so a rate beyond it may be better.",
         "",
     ]
     told = [f"- `{row['label']}`{ending(row)}: {LOSSES[row['label']]}" for row in missed if row["label"] in LOSSES]
     if found["missing"]:
         names = ", ".join(f"`{name}`" for name in found["missing"])
-        lines += [f"Not trained to the end yet, so that the same command goes on with them: {names}.", ""]
+        lines += [f"These are not trained to the end yet; the same command continues their training: {names}.", ""]
     lines += narrow_lines(task, found["rows"])
     lines += momentum_lines(found["rows"], waits(task))
     lines += places_lines(task)
     if told:
-        lines += ["What does not reach the mark, and why:", "", *told, ""]
+        lines += ["These methods do not reach the mark:", "", *told, ""]
     return lines
 
 
@@ -197,15 +197,15 @@ def places_lines(task: str) -> list[str]:
     seeds = max(row["seeds"] for row in found["rows"])
     lines = momentum_lines(found["rows"])
     lines[2] = (
-        f"{whole['steps']} steps, {'one seed' if seeds == 1 else f'{seeds} seeds'}, so that differences of a fifth say nothing. "
+        f"These trainings have {whole['steps']} steps and {'one seed' if seeds == 1 else f'{seeds} seeds'}, so differences of a fifth mean nothing. "
         f"fp32 ends at {spread(whole['accuracy'], 100, 2)} % with a training loss of {whole['training_loss']['mean']:.3f}. "
-        "The lowest training loss of three rates with momentum 0.9 of the optimizer on the mean after the exchange, of the method on "
-        "each worker's gradient before it, and without any. `python benchmarks/training/method_table.py --task "
-        f"{task} --data FOLDER --steps {whole['steps']} --evaluations 3 --seeds {seeds} --methods ...` (all of it in `benchmarks/README.md`). "
-        f"{where(found)}. {found['runs']} trainings, {found['processor_hours']:.2f} hours of a processor."
+        "The table shows the lowest training loss of three rates: with momentum 0.9 of the optimizer on the mean after the exchange, with momentum 0.9 of the method on "
+        "each worker's gradient before the exchange, and without momentum. `python benchmarks/training/method_table.py --task "
+        f"{task} --data FOLDER --steps {whole['steps']} --evaluations 3 --seeds {seeds} --methods ...` (`benchmarks/README.md` has the whole command). "
+        f"{where(found)}. The {found['runs']} trainings took {found['processor_hours']:.2f} hours of a processor."
     )
     if found["missing"]:
-        lines += [f"Not trained to the end: {', '.join(f'`{name}`' for name in found['missing'])}.", ""]
+        lines += [f"These are not trained to the end: {', '.join(f'`{name}`' for name in found['missing'])}.", ""]
     return lines
 
 
@@ -224,16 +224,16 @@ def rule_lines(rows: Sequence[Row], known: dict[str, Row]) -> list[str]:
         return []
     longest, shortest = max(kept, key=lambda pair: pair[0]), min(lost, key=lambda pair: pair[0])
     return [
-        "*Rounds waited*: how many rounds a part of a gradient waits on average in the residual before it is sent: as the method "
-        "expects, (1 - delta) / delta with the share delta of a long Gaussian vector that a round sends, and measured in a training with "
-        "momentum after the exchange, |residual|^2 / |sent|^2 of worker 0, median of rounds 10, 30, 100 and 200, and the same of the "
+        "*Rounds waited* is the number of rounds that a part of a gradient waits on average in the residual before it is sent. The "
+        "*expected* number is (1 - delta) / delta, where delta is the share of a long Gaussian vector that a round sends. The *measured* number is "
+        "|residual|^2 / |sent|^2 of worker 0 in a training with momentum after the exchange, the median of rounds 10, 30, 100 and 200; the last column has the same ratio for the "
         "means over workers (`python benchmarks/training/waiting.py --json benchmarks/results/training/waiting_digits.json`). Momentum "
-        f"after the exchange loses (a training loss above {LOST[0]:g} times the best elsewhere plus {LOST[1]:g}) for {len(lost)} of the "
-        f"{len(lost) + len(kept)} methods with an expected wait, and for all of these that wait {shortest[0]:.2g} rounds or more; it loses nothing "
-        f"for those that wait {longest[0]:.2g} or less. `gw.attach` warns above 5."
+        f"after the exchange is a loss if the training loss is above {LOST[0]:g} times the best elsewhere plus {LOST[1]:g}. It is a loss for {len(lost)} of the "
+        f"{len(lost) + len(kept)} methods with an expected wait, and for all methods that wait {shortest[0]:.2g} rounds or more. Methods that wait "
+        f"{longest[0]:.2g} rounds or less lose nothing. `gw.attach` warns above 5."
         if longest[0] < shortest[0]
-        else f"Expected waits do not separate what loses: `{longest[1]['label']}` waits {longest[0]:.2g} rounds and loses nothing, "
-        f"`{shortest[1]['label']}` {shortest[0]:.2g} and loses.",
+        else "Expected waits do not separate the methods that lose from the others: "
+        f"`{longest[1]['label']}` waits {longest[0]:.2g} rounds and loses nothing, while `{shortest[1]['label']}` waits {shortest[0]:.2g} and loses.",
         "",
     ]
 
@@ -259,8 +259,8 @@ def momentum_lines(rows: Sequence[Row], known: dict[str, Row] | None = None) -> 
     lines = [
         "### Where momentum stands",
         "",
-        "For methods that keep what they have not sent: the lowest training loss of three rates, first seed, with momentum 0.9 of the "
-        "optimizer on the mean after the exchange, of the method on each worker's gradient before it, and without any. The table above "
+        "For methods with a residual, the table shows the lowest training loss of three rates with the first seed: with momentum 0.9 of the "
+        "optimizer on the mean after the exchange, with momentum 0.9 of the method on each worker's gradient before the exchange, and without momentum. The table above "
         "has the best of the three.",
         "",
         f"| method | {' | '.join(PLACES.values())} | accuracy of the best, % |" + (WAITS if known else ""),
@@ -276,7 +276,13 @@ def momentum_lines(rows: Sequence[Row], known: dict[str, Row] | None = None) -> 
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     won = {text: sum(row["momentum"] == place for row in compared) for place, text in PLACES.items()}
     told = ", ".join(f"{text} for {count}" for text, count in won.items())
-    return [*lines, "", f"Best of {len(compared)} methods: {told}.", "", *rule_lines(compared, known or {})]
+    return [
+        *lines,
+        "",
+        f"The best place of momentum among {len(compared)} methods: {told}.",
+        "",
+        *rule_lines(compared, known or {}),
+    ]
 
 
 def _lowest(row: Row, place: str) -> float | None:
@@ -306,7 +312,7 @@ def narrow_lines(task: str, rows: Sequence[Row]) -> list[str]:
         return []
     whole, lines = (
         rows[0],
-        ["Of the settings that send so many times fewer bytes than float32, the one that ends best:", ""],
+        ["Among the settings that send 100 or 1000 times fewer bytes than float32, these end best:", ""],
     )
     for factor in (100, 1000):
         few = [row for row in rows if row["rate"] is not None and factor * row["bits_per_element"] <= 32.0]
@@ -334,26 +340,26 @@ def page() -> str:
     lines = [
         "# Accuracy over bytes",
         "",
-        "Generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`. What methods err by a round is in "
-        "[quantisers](quantisers.md), measured steps on slow links are in [benchmarks](benchmarks.md).",
+        "This page is generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`. [Quantisers](quantisers.md) has the "
+        "error of methods in one round, and [Benchmarks](benchmarks.md) has measured steps on slow links.",
         "",
         "How to read the tables:",
         "",
-        "- *Method*: fields that have their defaults are left out, and so is the name of the field `compressor`.",
-        "- *Budget*: the same for every method. Three learning rates from the first seed; the one with the lowest training loss "
-        "over the last tenth of the steps is trained from the other seeds. No other field of a method is tuned. `Coded` takes the "
-        "rate of the method that it codes, and `EDEN(bits=1)` that of `DRIVE`, which is the same method. Tasks beside digits train the "
-        "methods that reach its mark with the fewest bytes, and end within a point of fp32 there, one setting of each. *(all)*: parameters "
-        "of any size are compressed, where otherwise those below 1024 elements travel in float32.",
-        "- *Momentum*: SGD with momentum 0.9 after the exchange. Methods that bring a momentum of their own, or warn of the "
-        "optimizer's, have theirs, before compression, and the optimizer none. Directions (such as `SignSGD`) are trained at "
+        "- *Method*: fields with their default values and the name of the field `compressor` are left out. *(all)* means that parameters "
+        "of any size are compressed; otherwise those below 1024 elements travel in float32.",
+        "- *Budget*: every method has the same. It is trained with three learning rates from the first seed; the rate with the lowest training loss "
+        "over the last tenth of the steps is then trained from the other seeds. No other field of a method is tuned. `Coded` takes the "
+        "rate of the method that it codes, and `EDEN(bits=1)` takes that of `DRIVE`, which is the same method. The tasks after digits train only "
+        "methods that reach the mark of digits with the fewest bytes and end within a point of fp32 there, with one setting each.",
+        "- *Momentum*: the optimizer is SGD with momentum 0.9, applied after the exchange. Methods that have a momentum of their own, or warn of the "
+        "optimizer's, apply theirs before compression, and the optimizer has none. Directions (such as `SignSGD`) are trained at "
         "0.006 of these rates.",
-        "- *Sent* is what one worker sends in the whole training. *To the mark*: until the first evaluation whose accuracy is at "
-        "least 0.95 times fp32's final accuracy, in the busier direction; the mean over seeds.",
-        "- *Seconds* are arithmetic, not measured: bytes to the mark over the bandwidth of a worker's link, and after them the steps "
-        "to the mark at the processor's time of a simulated step over the number of workers. Nothing overlaps, and no message "
-        "takes time of its own, and the processor was shared, so that its time is good to a factor of two or so. They say which of bytes and computing weighs more; steps on real links are in "
-        "[benchmarks](benchmarks.md).",
+        "- *Sent* is what one worker sends in the whole training. *To the mark* is what it sends until the first evaluation whose accuracy is at "
+        "least 0.95 times fp32's final accuracy, in the busier direction, as the mean over seeds.",
+        "- *Seconds* are computed, not measured: the bytes to the mark divided by the bandwidth of a worker's link, plus, for each step "
+        "to the mark, the processor time of a simulated step divided by the number of workers. Nothing overlaps, messages take "
+        "no time of their own, and the processor was shared, so its time is accurate only to a factor of about two. The seconds show whether bytes or computing matter more; [Benchmarks](benchmarks.md) has "
+        "steps on real links.",
         "",
         *[line for task, title in TASKS.items() for line in section(task, title)],
     ]

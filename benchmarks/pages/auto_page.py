@@ -20,9 +20,13 @@ def auto_section() -> list[str]:
     lines = [
         '## `method="auto"`',
         "",
-        f"`python benchmarks/speed/auto_cells.py`: in every cell a fresh link tries its list ({tried}{differs}) in the first steps and chooses; then it"
-        " takes turns with the others. Beside it, the same method attached by name: what differs there is noise. Allowed: slower than the best cast by 3 % or two standard errors of the"
-        " pairs, whichever is larger. To be faster than fp32: where bytes / bandwidth exceeds a third of the fp32 step.",
+        f"`python benchmarks/speed/auto_cells.py` judges these choices. In every cell, a new link tries the methods of its list ({tried}{differs}) in the first steps and chooses one; then it"
+        " takes turns with the other exchanges.",
+        "",
+        "- The column *over the chosen by name* compares it with the same method attached by name; the differences there are noise.",
+        "- *Allowed* is how much slower than the best cast it may be: 3 % or two standard errors of the"
+        " pairs, whichever is larger.",
+        "- It *must win*, that is, be faster than fp32, if bytes / bandwidth exceeds a third of the fp32 step.",
         "",
         "| model | hosts | link | chosen | best cast, ms | auto, ms | over best cast | allowed | over the chosen by name"
         " | must win | verdict |",
@@ -36,8 +40,8 @@ def auto_section() -> list[str]:
             f" {100 * c['allowed']:.1f} % | {'-' if itself is None else f'{100 * itself:+.1f} %'} | {'yes' if c['must_win'] else ''} | {'kept' if c['kept'] else '**broken**'} |"
         )
     kept = sum(c["kept"] for c in found["cells"])
-    lines += ["", f"Kept in {kept} of {len(found['cells'])} cells; with \"faster than the best cast\" instead of"
-                  f" \"than fp32\" in {sum(c['kept_strictly'] for c in found['cells'])}, as the best cast is at times what it chose."
+    lines += ["", f"The promise is kept in {kept} of {len(found['cells'])} cells. If a win had to be faster than the best cast instead of"
+                  f" fp32, it would be kept in {sum(c['kept_strictly'] for c in found['cells'])}, since the chosen method is sometimes the best cast itself."
                   f" {found['cpu']}, {found['cores']} cores;"
                   f" {found['date_utc'][:10]}.", ""]  # fmt: skip
     return lines
@@ -51,7 +55,7 @@ def coder_section() -> list[str]:
     lines = [
         "### Packed or coded",
         "",
-        "In the same cells: TernGrad packed and entropy-coded, the same bits out. Below 0 the coder makes the step shorter: mean of turns"
+        "In the same cells, TernGrad runs packed and entropy-coded, with the same decoded bits. A difference below 0 means that the coder makes the step shorter. Differences are means over turns"
         " taken side by side, with two standard errors.",
         "",
         "| model | hosts | link | terngrad, ms | coded, ms | coded over terngrad | auto chose | auto, ms | auto over the best of all but PowerSGD |",
@@ -75,8 +79,8 @@ def coder_section() -> list[str]:
         )
     lines += [
         "",
-        f"In {clear} of {len(cells_of(rows))} cells one of the two is the fastest and they differ by more than two standard errors;"
-        f' "auto" took the faster one in {right}.',
+        f"In {clear} of {len(cells_of(rows))} cells, one of the two is the fastest exchange, and the two differ by more than two standard errors."
+        f' In {right} of these cells, "auto" took the faster one.',
         "",
     ]
     return lines

@@ -24,7 +24,7 @@ RACES = (
         "DGC beside Top-k",
         "gradwire DGC(density=0.001)",
         SPARSE,
-        "the same: DGC is 1.9 times slower than SIDCo, 4 times faster than Top-k",
+        "Abdelmoniem et al. 2021: DGC is 1.9 times slower than SIDCo, 4 times faster than Top-k",
     ),
 )
 """Name, exchange, what it is compared with in the same turns, and what the papers say."""
@@ -47,10 +47,10 @@ def every_method() -> list[str]:
     lines = [
         "## Every method: the MLP on 4 hosts",
         "",
-        "`python benchmarks/speed/every_method.py`: `gradwire bench step` in groups of exchanges that take turns, DDP fp32 and TernGrad in"
-        " every group; speed-ups are over the group's own fp32. Methods have their defaults unless it says otherwise. A step in"
-        " milliseconds, with the 20th and the 80th percentile; the processor's time that a rank spends on encoding and decoding; the"
-        " speed-up over DDP fp32. Rows: `benchmarks/results/speed/step_methods.jsonl`."
+        "`python benchmarks/speed/every_method.py` runs `gradwire bench step` for groups of exchanges that take turns. DDP fp32 and TernGrad are in"
+        " every group, and speed-ups are over the fp32 of the same group. Methods have their defaults unless the spec says otherwise. The table shows the step in"
+        " milliseconds with its 20th and 80th percentile, the processor time that a rank spends on encoding and decoding (*codec*), and the"
+        " speed-up over DDP fp32. The rows are in `benchmarks/results/speed/step_methods.jsonl`."
         f" {provenance(next(iter(slowest.values())))}.",
         "",
         "| exchange | sent, MB | codec, ms | "
@@ -81,8 +81,8 @@ def every_method() -> list[str]:
 def races(cells: dict[float, Cell]) -> list[str]:
     """Compare steps as papers do, in the same turns of the same run."""
     lines = [
-        "Papers compare times of steps, too. The same comparisons here, in the same turns, as the ratio of the two steps' times:"
-        " below one, the first is faster.",
+        "Papers also compare the times of steps. The next table repeats their comparisons, with both exchanges in the same turns. It shows the ratio of the two"
+        " steps' times; below one, the first exchange is faster.",
         "",
         "| comparison | " + " | ".join(speed(rate) for rate in cells) + " | what the paper says |",
         "|---|" + "---:|" * len(cells) + "---|",
@@ -115,10 +115,10 @@ def why_coders_miss(cell: Cell) -> list[str]:
         if variant in cell
     ]
     return [
-        f"At the slower link {' and '.join(told)}. Where these goals are missed: its bytes alone take 221 and 92 ms, and computing 80, so"
-        " both would have to overlap almost wholly. In a step of `coded` the link stays empty for the"
-        " first 90 to 115 ms (four workers compute on two virtual CPUs: 80 ms, then scalers and the encoder), for 5 to 10 ms between"
-        " the phases of each bucket, and for 20 ms at the end, while all four decode; rows, one at a time, take 1.1 to 1.3 times their"
-        " bytes over the bandwidth. A core for each worker would take off most of it.",
+        f"At the slower link, {' and '.join(told)}. Missed goals have these reasons: the bytes alone take 221 and 92 ms, and computing takes 80, so"
+        " both would have to overlap almost completely. In a step of `coded`, the link is idle for the"
+        " first 90 to 115 ms (four workers compute on two virtual CPUs for 80 ms, then come scalers and the encoder), for 5 to 10 ms between"
+        " the phases of each bucket, and for 20 ms at the end, while all four workers decode. Rows, sent one at a time, take 1.1 to 1.3 times their"
+        " bytes divided by the bandwidth. With one core for each worker, most of this time would be saved.",
         "",
     ]

@@ -220,11 +220,13 @@ def verdict(settings: Settings) -> list[str]:
                 continue
             workers = sorted({int(pair.setting[3]) for pair in behind})
             told.append(
-                f"{way}: theirs are lower in {len(behind)} of {len(pairs)} settings (workers: {', '.join(map(str, workers))}), "
-                f"their error down to {min(pair.ratio for pair in behind):.2f} of ours"
+                f"{way}: their error is lower in {len(behind)} of {len(pairs)} settings (workers: {', '.join(map(str, workers))}), "
+                f"down to {min(pair.ratio for pair in behind):.2f} of ours"
             )
         if every:
-            told.insert(0, f"ours are lower, or within {100 * (TIE - 1):.0f} %, in all settings of {', '.join(every)}")
+            told.insert(
+                0, f"{', '.join(every)}: our error is lower, or at most {100 * (TIE - 1):.0f} % higher, in all settings"
+            )
         lines.append(f"- **{budget} bits**: {'; '.join(told)}.")
     return lines
 
@@ -242,71 +244,78 @@ def section() -> list[str]:
         "`python benchmarks/claims/formats.py --mnist FOLDER --cifar10 FOLDER --json benchmarks/results/claims/formats.json`. "
         f"{where(found)}.",
         "",
-        f"Gradients of four tasks (digits, MNIST, a transformer on text, CIFAR-10) after {steps[0]} and {steps[1]} steps, of distinct "
-        f"batches, {counts[0]} to {counts[-1]} workers, {found['numel']:,} elements of each in pieces of 1024 neighbours. The early step has up to 8 workers. "
-        "vNMSE is |estimate - mean|^2 / |mean|^2, as THC and DynamiQ report it; bits are all that is sent for an element in "
-        "one direction, with scales, tables and padding. One hop: all send to all. Direct: the owner of a chunk adds what "
-        "all send it, and sends the sum to all, as two-shot does here. Ring and butterfly: partial sums are quantised again "
-        "at each hop, and the sum once more for all. Codes of THC and of methods with a shared scale are added, and not "
-        "quantised again; their sums are wider.",
+        f"This section compares our quantisers with published formats on gradients of four tasks (digits, MNIST, a transformer on text, CIFAR-10) after {steps[0]} and "
+        f"{steps[1]} steps. There are {counts[0]} to {counts[-1]} workers with distinct batches (at most 8 in the early step), and {found['numel']:,} elements of each gradient, in pieces of "
+        "1024 neighbours. vNMSE is |estimate - mean|^2 / |mean|^2, as THC and DynamiQ report it. Bits are all bits that are sent for an element in "
+        "one direction, with scales, tables and padding. There are four ways to add gradients up:",
         "",
-        "Ratios are their error over ours, above 1 where ours is lower; ours never has more bits. Of the best of theirs:",
+        "- *One hop*: all workers send to all.",
+        "- *Direct*: the owner of a chunk adds up what all workers send it, and sends the sum to all, as two-shot does here.",
+        "- *Ring* and *butterfly*: partial sums are quantised again at each hop, and the sum once more for all workers.",
+        "",
+        "Codes of THC and of methods with a shared scale are added without being quantised again; the codes of their sums are wider.",
+        "",
+        "Ratios are their error divided by ours, and exceed 1 if ours is lower. Our quantiser never takes more bits than theirs. "
+        "Compared with the best of theirs at each number of bits:",
         "",
         *verdict(settings),
         "",
-        f"At each number of bits, the best of theirs with up to {ALLOWANCE} more for scales, and the best of ours with at most the bits "
-        "of that one. Names are those that are best most often:",
+        f"For each number of bits, the table compares the best of theirs, with up to {ALLOWANCE} more bits for scales, with the best of ours that takes at "
+        "most as many bits. It names the quantisers that are best most often.",
         "",
         *by_bits(settings),
         "",
-        "A ring, a butterfly and an owner for each chunk send the same bytes. Ours go by owners (two-shot), so that nothing is quantised "
-        "more than twice; of two workers, hops quantise less. Theirs by hops, beside ours by owners:",
+        "A ring, a butterfly and an owner for each chunk send the same bytes. Our quantisers use owners (two-shot), so nothing is quantised "
+        "more than twice; with two workers, hops quantise less often. The next table compares theirs by hops with ours by owners.",
         "",
         *direct_beside_hops(settings),
         "",
-        "Each of theirs at its own bits, over all ways, tasks and workers; the last column counts settings:",
+        "The next table compares each of theirs at its own bits with ours, over all ways, tasks and workers. The last column counts settings.",
         "",
         *by_format(settings, found),
         "",
-        "Ours gain by a coder: evenly spaced levels of rotated blocks are 1.53 dB from what any code could do with normal values. "
-        "They lose in four places. At 2 bits TurboQuant's estimate is shorter than the vector, which errs less than one "
-        "without bias where little is averaged. On a ring of many workers an unbiased quantiser with error e lengthens what "
-        "it sends by 1 + e at each hop, which makes 2 or 3 bits useless; what is shortened does not grow so. Where energies differ much from block to block, as on CIFAR-10, DynamiQ's bits by energy are ahead in some settings of few workers at 5 and 6 bits. And EDEN ends at 6 bits: at 8, "
-        "ours are levels that are rounded at random, with twice the variance of the nearest level, and at most 255 of them "
-        f"behind a coder. {grown(settings)}",
+        "Our quantisers win by their coder: with it, evenly spaced levels of rotated blocks come within 1.53 dB of the best possible code for normal values. "
+        "They lose in four cases:",
         "",
-        "Every quantiser where all send to all, 4 workers, medians over tasks and steps:",
+        "- At 2 bits, TurboQuant's estimate is shorter than the vector. Such an estimate has a smaller error than an unbiased one if few are averaged.",
+        "- On a ring of many workers, an unbiased quantiser with error e multiplies the squared length of what it sends by 1 + e at each hop, which makes 2 or 3 bits useless. "
+        "A quantiser that shortens vectors avoids this growth.",
+        "- If energies differ much from block to block, as on CIFAR-10, DynamiQ, which gives bits by energy, is ahead in some settings with few workers at 5 and 6 bits.",
+        "- EDEN ends at 6 bits. At 8 bits, our quantiser rounds to levels at random, with twice the variance of rounding to the nearest level, and has at most 255 levels "
+        "with a coder.",
+        "",
+        *grown(settings),
+        "The next table has every quantiser in one hop with 4 workers, as medians over tasks and steps.",
         "",
         *all_of_them(settings),
         "",
         "### Bits by energy",
         "",
-        "Blocks with more energy are worth more bits: DynamiQ's gain. A study, not a method here: `EDEN` on blocks of 256, with the bits that leave "
-        "the least error of all blocks, which workers choose by the energies that they have summed before, for 16 bits a block; up to 8 workers. Blocks with "
-        "little energy get less than a bit, and their unbiased error grows on a ring.",
+        "DynamiQ gains by giving more bits to blocks with more energy. This section studies the idea; gradwire has no method for it. `EDEN` on blocks of 256 "
+        "takes for each block the bits that minimise the error of all blocks. Workers choose them by the energies, which they add up beforehand for 16 bits a block. "
+        "There are up to 8 workers. Blocks with little energy get less than one bit, and their unbiased error grows on a ring.",
         "",
         *study(settings),
         "",
         "### What is uncertain",
         "",
-        "- DynamiQ's text leaves open how strongly its levels grow. Taken is what errs least for groups of normal values. Published for "
-        "the gradients of language models, ring, 4 workers, 5 bits: 0.00217 (BERT-large), 0.00149 and 0.00096 (LLaMA 1B), 0.00122 (Gemma 1B); "
-        f"measured here: {measured_range(settings, 'DynamiQ, 5 bits', 'ring', '4')}. These models' energies differ more from block to block. "
-        "Its elements of 16 bits are taken as bfloat16.",
-        "- THC is meant to run with error feedback, which sends later what is cut at first, and is not in the error of one round. Its "
-        "sums have the least whole number of bits that holds them.",
+        "- DynamiQ's text leaves open how strongly its levels grow. The growth here is the one with the least error for groups of normal values. The authors publish, for "
+        "the gradients of language models on a ring of 4 workers with 5 bits, 0.00217 (BERT-large), 0.00149 and 0.00096 (LLaMA 1B), and 0.00122 (Gemma 1B); "
+        f"the measurement here has {measured_range(settings, 'DynamiQ, 5 bits', 'ring', '4')}. The energies of these models differ more from block to block. "
+        "DynamiQ's elements of 16 bits are taken to be bfloat16.",
+        "- THC is meant to run with error feedback, which sends later what was cut off; the error of one round does not show this. THC's "
+        "sums have the smallest whole number of bits that holds them.",
         "- TurboQuant rotates by random signs and a Hadamard transform here, drawn anew each time, instead of by one random orthogonal matrix, and "
         "has 32 bits for the length of 1024 elements.",
-        "- MX scales are the specification's powers of two, 8 bits for 32 elements; DynamiQ's authors took 16 bits. Published "
-        "there for MXFP8, ring, 4 workers: 0.0030 to 0.0059; measured here (E4M3): "
-        f"{measured_range(settings, 'MXFP8 E4M3', 'ring', '4')}.",
-        "- A vector of so few elements leaves errors uncertain by a few per cent. A coder's tables are counted for "
-        "one four times as long, and weigh less in buckets of millions of elements.",
+        "- MX scales are the specification's powers of two, 8 bits for 32 elements; DynamiQ's authors used 16 bits. They publish 0.0030 to 0.0059 "
+        f"for MXFP8 on a ring of 4 workers; the measurement here has {measured_range(settings, 'MXFP8 E4M3', 'ring', '4')} (E4M3).",
+        "- Vectors with so few elements leave the errors uncertain by a few per cent. A coder's tables are counted for a vector "
+        "four times as long; they matter less in buckets of millions of elements.",
         "",
     ]
 
 
-def grown(settings: Settings) -> str:
+def grown(settings: Settings) -> list[str]:
     """Write by how much hops multiply the error of coded levels, of which every setting has one."""
     told = []
     for way in TOPOLOGIES[1:]:
@@ -320,8 +329,11 @@ def grown(settings: Settings) -> str:
         if ratios:
             told.append(f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.0f} ({way})")
     if not told:
-        return ""
-    return f"For 64 workers the way of sums multiplies the error of `EDEN` of 5 bits, against one hop, by {', '.join(told)}."
+        return []
+    return [
+        f"For 64 workers, the error of `EDEN` with 5 bits is larger than in one hop by a factor of {', '.join(told)}.",
+        "",
+    ]
 
 
 def measured_range(settings: Settings, name: str, way: str, workers: str) -> str:

@@ -19,20 +19,20 @@ def measured() -> str:
         method: len({row["seed"] for row in made["rows"] if row["method"] == method})
         for method in {row["method"] for row in made["rows"]}
     }
-    rewrapped = "gives the same bits" if made["wrapping_decides_no_bit"] else "GIVES OTHER BITS"
+    rewrapped = "give the same bits" if made["wrapping_decides_no_bit"] else "GIVE DIFFERENT BITS"
     natives, others = seeds["native"], seeds[made["summary"][1]["method"]]
     lines = [
-        f"{made['cores']} cores; torch {made['versions']['torch']}; {made['date_utc'][:10]}. Held-out loss after "
-        f"{made['steps']} steps and its distance from the native run's: means over {natives} native seeds and {others} "
-        f"of each method. kB that the compressed exchange sends in a step, over all ranks: by the interface's "
-        "counter, and by `link.traffic()`.",
+        f"{made['cores']} cores; torch {made['versions']['torch']}; {made['date_utc'][:10]}. The table shows the held-out loss after "
+        f"{made['steps']} steps and its difference from that of the native run, as means over {natives} native seeds and {others} "
+        f"of each method. The kB are those that the compressed exchange sends in a step, over all ranks, by the interface's "
+        "counter and by `link.traffic()`.",
         "",
         "| | method | loss | against native | spread of native seeds | kB, interface | kB, `traffic()` |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for kind, name in KINDS.items():
         lines += [_row(name, row) for row in made["summary"] if row["kind"] == kind]
-    lines += ["", f"Wrapping each block by itself, or all in one, {rewrapped}."]
+    lines += ["", f"Wrapping each block by itself and wrapping all blocks in one {rewrapped}."]
     return "\n".join([*lines, *_weights()])
 
 
@@ -44,13 +44,13 @@ def _weights() -> list[str]:
     native, ours = (next(r for r in made["summary"] if (r["method"] == "native") == own) for own in (True, False))
     return [
         "",
-        f"The parameters' all-gather by `{ours['method'].removeprefix('weights ')}`, gradients as they are, "
-        f"{made['steps']} steps over four shards: loss {ours['loss']:.4f}, {ours['loss_less_native']:+.4f} against the "
+        f"With the parameters' all-gather by `{ours['method'].removeprefix('weights ')}` and uncompressed gradients, the loss after "
+        f"{made['steps']} steps over four shards is {ours['loss']:.4f}, which differs by {ours['loss_less_native']:+.4f} from that of the "
         f"native run ({native['native_spread']:.4f} between its seeds). Over all ranks the interface carried "
-        f"{ours['interface_bytes'] / 1e3:,.0f} kB in a step, natively {native['interface_bytes'] / 1e3:,.0f}, of which "
-        f"gradients have {native['exchange_bytes'] / 1e3:,.0f} in both; `traffic()` counts "
-        f"{ours['traffic_bytes'] / 1e3:,.0f} kB of weights. After the last step what ranks compute with was "
-        f"{ours['drift']:.2g} of |w| away from the weights, at most.",
+        f"{ours['interface_bytes'] / 1e3:,.0f} kB in a step, and {native['interface_bytes'] / 1e3:,.0f} kB in the native run; "
+        f"gradients are {native['exchange_bytes'] / 1e3:,.0f} kB of both. `traffic()` counts "
+        f"{ours['traffic_bytes'] / 1e3:,.0f} kB of weights. After the last step, the copies with which ranks compute were at most "
+        f"{ours['drift']:.2g} of |w| away from the weights.",
     ]
 
 

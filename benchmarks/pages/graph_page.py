@@ -51,7 +51,11 @@ def _curves(rows: list[Row]) -> list[str]:
     if full is None:
         return []
     goal = full["accuracy_mean"] - 0.01
-    lines = ["", f"Sent until the accuracy is {100 * goal:.1f} %, one point below the last of full communication:", ""]
+    lines = [
+        "",
+        f"Bytes sent until the accuracy is {100 * goal:.1f} %, one point below the final accuracy of full communication:",
+        "",
+    ]
     told = []
     for row in rows:
         point = next((p for p in row["curve"] if p["accuracy_mean"] >= goal), None)
@@ -60,7 +64,7 @@ def _curves(rows: list[Row]) -> list[str]:
     never = [row["label"] for row in rows if all(p["accuracy_mean"] < goal for p in row["curve"])]
     lines.append("; ".join(told) + ".")
     if never:
-        lines += ["", f"Not within {rows[0]['steps']} steps: {'; '.join(never)}."]
+        lines += ["", f"These do not reach it within {rows[0]['steps']} steps: {'; '.join(never)}."]
     return lines
 
 
@@ -96,10 +100,10 @@ def _section(found: dict[str, Any], table: str, name: str) -> list[str]:
         "",
         f"`python benchmarks/training/graph.py {chosen} --json benchmarks/results/training/{name}.json`",
         "",
-        f"{ran}. Simulated workers, three layers "
-        "of width 64, Adam at 0.01; accuracy of the last step, evaluated with all "
-        "rows in float32, mean ± standard deviation over seeds, which draw weights, partition and masks. Bytes are of "
-        f"all workers together. A perceptron that sees no edges has {beside}.",
+        f"{ran}. Workers are simulated; networks have three layers "
+        "of width 64 and train with Adam at 0.01. Accuracies are those after the last step, evaluated with all "
+        "rows in float32, as mean ± standard deviation over seeds, which draw weights, partition and masks. Bytes are those of "
+        f"all workers together. A perceptron that sees no edges reaches {beside}.",
     ]
     for rows in groups.values():
         lines += ["", f"### {_title(rows[0])}", "", *_table(rows), *_curves(rows)]

@@ -14,9 +14,9 @@ def measured() -> str:
         return ""
     rows = made["rows"]
     lines = [
-        "`python benchmarks/training/integrations.py --json benchmarks/results/training/integrations.json`, each in a fresh environment "
-        f"with its extra alone; torch {made['versions']['torch']}; {made['date_utc'][:10]}. Losses at the end, by "
-        f"`{rows[0]['method']}` on two processes, resumed half way on two and on three, and by plain DDP.",
+        "`python benchmarks/training/integrations.py --json benchmarks/results/training/integrations.json` ran each framework in a new environment "
+        f"with only its extra installed; torch {made['versions']['torch']}; {made['date_utc'][:10]}. The table shows the losses at the end of a training with "
+        f"`{rows[0]['method']}` on two processes, of the same training resumed half way on two and on three processes, and of plain DDP.",
         "",
         "| framework | loss | resumed | resumed on three | plain DDP |",
         "|---|---:|---:|---:|---:|",
@@ -37,9 +37,9 @@ def _elastic() -> list[str]:
     (first, before), (again, after) = torn["starts"]
     return [
         "",
-        f"`python benchmarks/trials/elastic.py --json benchmarks/results/trials/elastic.json`, {made['date_utc'][:10]}: two agents "
-        f"of torchrun with {made['workers']} workers each, of which one is killed with its workers. {before} workers "
-        f"began at step {first}; {after} went on from step {again}, {torn['seconds_until_resumed']:.0f} seconds later, "
-        f'once torchrun had noticed it. The error named them: "{"; ".join(torn["named"])}". Loss after '
-        f"{made['steps']} steps {torn['loss']:.4f}; where nobody died {whole['loss']:.4f}.",
+        f"`python benchmarks/trials/elastic.py --json benchmarks/results/trials/elastic.json` ({made['date_utc'][:10]}) starts two agents "
+        f"of torchrun with {made['workers']} workers each, and kills one agent with its workers. {before} workers "
+        f"began at step {first}; {after} resumed from step {again}, {torn['seconds_until_resumed']:.0f} seconds later, "
+        f'after torchrun had noticed the loss. The error named the lost workers: "{"; ".join(torn["named"])}". The loss after '
+        f"{made['steps']} steps is {torn['loss']:.4f}, and {whole['loss']:.4f} if no worker is killed.",
     ]

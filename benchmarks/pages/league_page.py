@@ -212,34 +212,35 @@ def paragraph(ordering: Ordering, found: dict[str, Any]) -> str:
         seeds = sorted({one["seeds"], other["seeds"]})
         count = " and ".join(map(str, seeds)) + (" seeds" if seeds != [1] else " seed")
         told.append(
-            f"after {steps} steps {one['loss_mean']:.3f} against {other['loss_mean']:.3f}, a difference of "
+            f"after {steps} steps the losses are {one['loss_mean']:.3f} and {other['loss_mean']:.3f}, a difference of "
             f"{difference:+.3f} ± {error:.3f} ({count}): {word}"
         )
     if not told:
         return f"- **{ordering.one} and {ordering.other}: open.** {ordering.claim} Not measured yet."
     whole = verdicts[0] if len(set(verdicts)) == 1 else ", then ".join(verdicts)
     whole += " at the one horizon so far" if len(verdicts) < len(found["horizons"]) else ""
-    return f"- **{ordering.one} and {ordering.other}: {whole}.** {ordering.claim} Here {'; '.join(told)}."
+    return f"- **{ordering.one} and {ordering.other}: {whole}.** {ordering.claim} Here, {'; '.join(told)}."
 
 
 HEAD = """\
 ## A league
 
-Generated from `benchmarks/results/training/league.json`; {where}. {runs} runs, {minutes:.0f} minutes of one core.
+This section is generated from `benchmarks/results/training/league.json`; {where}. Its {runs} runs took {minutes:.0f} minutes of one core.
 
     python benchmarks/training/league.py --data FILE --work runs/league --json benchmarks/results/training/league.json
 
-The model and its training are those of nanoGPT's CPU example, whose README gives a validation loss of 1.88 after 2000
-steps: 0.80 M elements, Tiny Shakespeare by characters, twelve samples of 64 a step, here {samples} for each of
-{workers} simulated workers, so that every method sees the same tokens in a step. The learning rate rises over a
-twentieth of the steps and falls to a tenth; gradients are clipped at 1, by each worker its own. Local steps are
-exchanged every {every} steps: {exchanges} exchanges at the two horizons. Every method is tried in as many settings, from
-one seed, by the loss that the table shows; *seeds* says how many the best of them has been trained from so far, *tries*
-how many settings were tried at that horizon. The loss is in nats a character, on {windows} fixed windows of the last
-tenth of the text; ± is the standard deviation over seeds. Evaluated are the global parameters, EASGD's centre, and the
-mean of NoLoCo's workers. Bytes are those of the busier direction of one worker, by the library's own count. NoLoCo is
-not a method of the library: its outer step is the one of its authors' program, and its bytes are its two vectors of
-float32. "DiLoCo, EDEN 4 bits" has DiLoCo's best setting and was not tuned.
+- *Training*: the model and its training are those of nanoGPT's CPU example, whose README gives a validation loss of 1.88
+  after 2000 steps: 0.80 M elements, Tiny Shakespeare by characters, and twelve samples of 64 in each step. Each of
+  {workers} simulated workers has {samples} of them, so every method sees the same tokens in a step. The learning rate rises
+  over a twentieth of the steps and falls to a tenth. Each worker clips its own gradients at 1. Local steps are exchanged every
+  {every} steps, which makes {exchanges} exchanges at the two horizons.
+- *Settings*: every method is tried in the same number of settings, from one seed, and the best by the loss in the table is kept.
+  *Seeds* is the number of seeds from which this setting has been trained so far; *tries* is the number of settings that
+  were tried at that horizon. "DiLoCo, EDEN 4 bits" has DiLoCo's best setting and was not tuned.
+- *Loss*: it is in nats per character, on {windows} fixed windows of the last tenth of the text; ± is the standard deviation over
+  seeds. The evaluated parameters are the global ones, EASGD's centre, and the mean of NoLoCo's workers.
+- *Bytes*: they are those of the busier direction of one worker, counted by the library. NoLoCo is not a method of the
+  library: its outer step is that of its authors' program, and its bytes are its two vectors of float32.
 """
 
 
@@ -267,22 +268,22 @@ def section() -> list[str]:
         "",
         "### Settings that were tried",
         "",
-        "One seed, the best of a method first:",
+        "The losses are from one seed, with the best setting of a method first.",
         "",
         *tries_table(found),
         "",
         "### Published orderings",
         "",
-        "A difference counts if it exceeds two standard errors, those of the two methods' own spreads over seeds or of the "
-        "spread pooled over the methods of the horizon, whichever are larger: a rough test with three seeds. To end *as "
-        f"low* is to end within {100 * CLOSE:g} % of the other's loss. From one seed an ordering stays open.",
+        "A difference counts if it exceeds two standard errors. These come from the two methods' own spreads over seeds or from the "
+        "spread pooled over the methods of the horizon, whichever is larger. With three seeds this is a rough test. A method ends *as "
+        f"low* as another if its loss is at most {100 * CLOSE:g} % above the other's. With one seed an ordering stays open.",
         "",
         *(paragraph(ordering, found) for ordering in ORDERINGS),
         "",
         "### Why SparseLoCo is behind",
         "",
-        "SparseLoCo's defaults with one thing changed, one seed, each at the learning rate that the defaults prefer "
-        f"({found['study'][0]['lr']:g}):"
+        "The table shows SparseLoCo's defaults with one field changed, from one seed, at the learning rate that is best for the defaults "
+        f"({found['study'][0]['lr']:g})."
         if found["study"]
         else "Not measured yet.",
         "",
@@ -310,25 +311,25 @@ def why(found: dict[str, Any]) -> list[str]:
         return []
     if diloco["distance_mean"]:
         lines.append(
-            f"- **Too little arrives.** In {short // every} exchanges at density 1/64 the four workers together have moved "
-            f"{100 * plain['share_moved']:.0f} % of the elements, and the global parameters are {plain['distance']:.1f} from "
-            f"where they began; DiLoCo's are {diloco['distance_mean']:.1f} away. A residual of many rounds waits, and a "
-            f"twentieth of it decays in each. The defaults end at {plain['loss']:.3f}, DiLoCo at {diloco['loss_mean']:.3f}."
+            f"- **Too little arrives.** In {short // every} exchanges at density 1/64, the four workers together have moved "
+            f"{100 * plain['share_moved']:.0f} % of the elements. The global parameters are at a distance of {plain['distance']:.1f} from "
+            f"their start, and DiLoCo's at {diloco['distance_mean']:.1f}. A residual of many rounds waits to be sent, and a "
+            f"twentieth of it decays in each round. The defaults end at {plain['loss']:.3f}, DiLoCo at {diloco['loss_mean']:.3f}."
         )
     densities = [name for name in ("density 1/16", "density 1/4", "density 1") if (name, short) in rows]
     if densities:
         told = ", ".join(f"{at(name):.3f} at {name.removeprefix('density ')}" for name in densities)
-        lines.append(f"- **Density.** {plain['loss']:.3f} at 1/64 after {short} steps, {told}.")
+        lines.append(f"- **Density.** The loss after {short} steps is {plain['loss']:.3f} at 1/64, {told}.")
     rates = [name for name in ("outer rate 2", "outer rate 4") if (name, short) in rows]
     if rates:
         told = ", ".join(f"{at(name):.3f} at {name.removeprefix('outer rate ')}" for name in rates)
         lines.append(
-            f"- **Outer rate.** {plain['loss']:.3f} at 1 after {short} steps, {told}: a larger outer step makes up for what "
-            "is not sent, without a byte more, and one that is too large overshoots."
+            f"- **Outer rate.** The loss after {short} steps is {plain['loss']:.3f} at 1, {told}. A larger outer step makes up for "
+            "elements that are not sent, without sending more bytes; a step that is too large overshoots."
         )
     if ("every 4 steps", short) in rows:
         lines.append(
-            f"- **Interval.** With an exchange every 4 steps, {short // 4} in all, {at('every 4 steps'):.3f} after {short} "
+            f"- **Interval.** With an exchange every 4 steps, {short // 4} in all, the loss is {at('every 4 steps'):.3f} after {short} "
             "steps, for four times the bytes."
         )
         if ("DiLoCo, every 4 steps", short) in rows:
@@ -339,10 +340,10 @@ def why(found: dict[str, Any]) -> list[str]:
     decays = [name for name in ("decay 0.8", "decay 0.999") if (name, short) in rows]
     if decays:
         told = ", ".join(f"{at(name):.3f} with {name.removeprefix('decay ')}" for name in decays)
-        lines.append(f"- **Decay, its momentum.** {plain['loss']:.3f} with 0.95, {told}.")
+        lines.append(f"- **Decay, its momentum.** The loss is {plain['loss']:.3f} with 0.95, {told}.")
     if ("8 bits a value", short) in rows and ("blocks of 256", short) in rows:
         lines.append(
-            f"- **Values and positions** do not decide: {at('8 bits a value'):.3f} with values of 8 bits instead of 2, "
+            f"- **Values and positions** are not the reason. The loss is {at('8 bits a value'):.3f} with values of 8 bits instead of 2, and "
             f"{at('blocks of 256'):.3f} with the largest of each 256 elements instead of 4096."
         )
     published = [
@@ -359,14 +360,14 @@ def why(found: dict[str, Any]) -> list[str]:
     if far and other:
         before, after = (a["loss_mean"] - b["loss_mean"] for a, b in ((sparse, diloco), (far, other)))
         lines.append(
-            f"- **Horizon.** {'A longer one alone does not close the gap: ' if after > before else ''}SparseLoCo is {before:+.3f} from DiLoCo after {short} "
-            f"steps, each at the best of {sparse['tried']} settings and over {sparse['seeds']} seeds, and {after:+.3f} after "
-            f"{long}, at the best of {far['tried']} and over {far['seeds']}."
+            f"- **Horizon.** {'A longer horizon alone does not close the gap. ' if after > before else ''}The loss of SparseLoCo differs from that of DiLoCo by {before:+.3f} after {short} "
+            f"steps, each at the best of {sparse['tried']} settings and over {sparse['seeds']} seeds, and by {after:+.3f} after "
+            f"{long} steps, at the best of {far['tried']} settings and over {far['seeds']} seeds."
         )
     if ("LocalSGD, top-k and feedback", short) in rows:
         lines.append(
-            f"- **The row that was called SparseLoCo** on this page, local SGD with top-k, QSGD's values and feedback, ends "
-            f"at {at('LocalSGD, top-k and feedback'):.3f} where the method itself ends at {plain['loss']:.3f}: the name was "
+            "- **The row that was called SparseLoCo** on this page was local SGD with top-k, QSGD's values and feedback. It ends "
+            f"at {at('LocalSGD, top-k and feedback'):.3f}, and the method itself at {plain['loss']:.3f}. The name was "
             "wrong, but it was not the reason."
         )
     return lines

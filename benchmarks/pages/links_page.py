@@ -38,12 +38,12 @@ def network_section() -> list[str]:
     lines = [
         "## Emulated links",
         "",
-        "`sudo python benchmarks/speed/lab_network.py`: two hosts of `gradwire lab`. Delays are one way, so a round trip of one datagram should"
-        f" take two; throughput in Mbit/s is the median of windows of {found['window_s']:g} s, and in brackets their range. Without losses it"
-        " should be the rate less the headers, 1448 of the 1514 bytes of a frame; with losses, what CUBIC's average window allows (RFC 9438,"
-        " 5.1; its Reno-friendly region is the formula of Mathis et al.). These formulae assume that a connection loses packets now and then; they leave"
-        " out slow start after time-outs and the losses of acknowledgements. BBR has no such formula. TCP's buffers:"
-        f" `tcp_rmem` {first['tcp_rmem']}, `tcp_wmem` {first['tcp_wmem']}. Frames were moved by: {first['emulator']}. {where(found)}.",
+        "`sudo python benchmarks/speed/lab_network.py` measured two hosts of `gradwire lab`. Delays are one way, so a round trip of one datagram should"
+        f" take two delays. Throughput is in Mbit/s, the median of windows of {found['window_s']:g} s, with their range in brackets. Without losses, the expected throughput"
+        " is the rate less the headers, 1448 of the 1514 bytes of a frame. With losses, it is the throughput that CUBIC's average window allows (RFC 9438,"
+        " 5.1; its Reno-friendly region is the formula of Mathis et al.). These formulae assume that a connection loses packets now and then; they"
+        " ignore slow start after time-outs and the loss of acknowledgements. There is no such formula for BBR. TCP's buffers are"
+        f" `tcp_rmem` {first['tcp_rmem']} and `tcp_wmem` {first['tcp_wmem']}. Frames were moved by: {first['emulator']}. {where(found)}.",
         "",
         "| link | congestion control | two delays, ms | round trip: least, median, 95 %, ms | one connection | expected | eight connections | expected |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -64,9 +64,9 @@ def network_section() -> list[str]:
     ]
     lines += [
         "",
-        f"Where the relay was itself a limit: {'. '.join(limited) if limited else 'in none of these'}.",
+        f"Rows in which the relay itself was a limit: {'. '.join(limited) if limited else 'none'}.",
         "",
-        "Its own limit, links without a rate, eight connections on the same cores as the relay:",
+        "The next table shows the relay's own limit, on links without a rate, with eight connections on the same cores as the relay.",
         "",
         "| frames | Gbit/s | frames a second | of a core | it says |",
         "|---|---:|---:|---:|---|",
@@ -87,9 +87,9 @@ def long_links_section() -> list[str]:
     lines = [
         "## Steps on long links",
         "",
-        "`gradwire bench step --delay ... --loss ...`: a few cells, milliseconds. The floor knows bytes and computing, no delay. A turn of an"
-        " exchange begins with up to three steps that are not counted, since TCP begins slowly after the turns of the others."
-        f" Segments again: those that TCP sent a second time, a host and step. {provenance(rows[0])}.",
+        "`gradwire bench step --delay ... --loss ...` measured a few cells, in milliseconds. The floor includes bytes and computing, but no delay. In each turn of an"
+        " exchange, up to three steps at the beginning are not counted, since TCP starts slowly after the turns of the others."
+        f" *Segments again* are the segments that TCP sent a second time, per host and step. {provenance(rows[0])}.",
         "",
         "| model | hosts | link | congestion control | exchange | step | 20 % - 80 % | of floor | sent, MB | segments again | relay |",
         "|---|---:|---|---|---|---:|---:|---:|---:|---:|---|",
@@ -110,9 +110,9 @@ def _predicted() -> list[str]:
         return []
     told = found["summary"]
     lines = [
-        "`python benchmarks/speed/predictions.py --rows benchmarks/results/speed/step_long_links.jsonl`: the model, calibrated on every"
-        f" third cell and judged on the others: {told['judged_steps']} steps, off by {100 * told['median_absolute_error']:.0f} % in the"
-        f" median, {100 * told['percentile_90_absolute_error']:.0f} % at the 90th percentile, {100 * told['worst_absolute_error']:.0f} % at"
+        "`python benchmarks/speed/predictions.py --rows benchmarks/results/speed/step_long_links.jsonl` calibrates the model on every"
+        f" third cell and judges it on the others: its predictions of {told['judged_steps']} steps are off by {100 * told['median_absolute_error']:.0f} % in the"
+        f" median, {100 * told['percentile_90_absolute_error']:.0f} % at the 90th percentile, and {100 * told['worst_absolute_error']:.0f} % at"
         " most.",
         "",
         "| model | link | exchange | measured | predicted | off by |",

@@ -67,13 +67,16 @@ def variance() -> list[str]:
         "",
         f"`python benchmarks/claims/variance.py --json benchmarks/results/claims/variance.json`. {where(found)}.",
         "",
-        "Relative variance E|Q(v) - v|^2 / |v|^2. Gaussian blocks: measured over the tables derived from the papers' formulas, "
-        f"{len(gaussian)} entries, largest deviation {worst['g']:.1f} %, of which the rounding of an entry to two digits may be up to {100 * rounding:.1f} %. A gradient of the `text` "
-        f"task ({found['numel_text']:,} elements, after {found['text_steps']} steps): measured over the exact formula of the "
-        f"same blocks, {len(real)} entries, largest deviation {worst['r']:.1f} %. Outside of 3 % and the rounding: {outside or 'none'}; "
-        f"outside of 1 % and the rounding: {', '.join(missed) or 'none'}. Samples are finite: the squared maxima of 256 blocks of "
-        "8192 have a mean with a deviation of 1.0 %, and ALQ's outermost levels of such blocks, a twelfth of its variance, are drawn about "
-        "fifteen times, which is a deviation of 2 % of the whole.",
+        "The table shows the relative variance E|Q(v) - v|^2 / |v|^2 for Gaussian blocks: the measured value, and in brackets the value "
+        "of the papers' formulas.",
+        "",
+        f"- The {len(gaussian)} entries for Gaussian blocks deviate from the formulas by at most {worst['g']:.1f} %. Rounding an entry to two digits may "
+        f"account for up to {100 * rounding:.1f} %.",
+        f"- On a gradient of the `text` task ({found['numel_text']:,} elements, after {found['text_steps']} steps), {len(real)} entries deviate from the exact "
+        f"formula for the same blocks by at most {worst['r']:.1f} %.",
+        f"- Entries that deviate by more than 3 % and the rounding: {outside or 'none'}. By more than 1 % and the rounding: {', '.join(missed) or 'none'}.",
+        "- Samples are finite. The mean of the squared maxima of 256 blocks of 8192 has a deviation of 1.0 %. ALQ's outermost levels of "
+        "such blocks make up a twelfth of its variance and are drawn about fifteen times, which is a deviation of 2 % of the whole.",
         "",
         "| Gaussian blocks of | " + " | ".join(str(size) for size in (128, 512, 1024, 8192)) + " |",
         "|---|" + 4 * "---:|",
@@ -86,7 +89,7 @@ def variance() -> list[str]:
     for name, entries in table.items():
         spec = f"{name})" if "(" in name else name
         lines.append(f"| `{spec}` | " + " | ".join(entries.get(str(s), "-") for s in (128, 512, 1024, 8192)) + " |")
-    return [*lines, "", "Measured, and in brackets what the formula gives.", ""]
+    return [*lines, ""]
 
 
 def vnmse() -> list[str]:
@@ -101,13 +104,17 @@ def vnmse() -> list[str]:
         "",
         f"`python benchmarks/claims/vnmse.py --json benchmarks/results/claims/vnmse.json`. {where(found)}.",
         "",
-        f"E|Q(x) - x|^2 / |x|^2 of {found['numel']:,} values, one worker, mean of {found['rounds']} draws; bits are those of a "
-        "whole payload. Rotated blocks (EDEN, DRIVE, QUICFL) err as is derived for normal values, whatever the vector: "
-        f"largest deviation {100 * max(off):.1f} %. Of normal values no code of R bits leaves a distortion D, with the best "
-        "scale, below 2^(-2R); in dB, how far above it D = e / (1 + e) is, e the error without a bias. Evenly spaced levels "
-        "behind a coder are 1.53 dB above it where they are fine, and the payload's scales and tables cost the rest. A coder "
-        "makes less of the levels with the least error for their number than of these. Biased methods (TernGrad with a clip, signs, DRIVE with the least error) "
-        "leave out a part of the vector in every round, so that their numbers do not compare with the others'.",
+        f"The error is E|Q(x) - x|^2 / |x|^2 of {found['numel']:,} values for one worker, the mean of {found['rounds']} draws. The bits are those of a "
+        "whole payload.",
+        "",
+        "- Rotated blocks (EDEN, DRIVE, QUICFL) have the error that is derived for normal values, whatever the vector: the "
+        f"largest deviation is {100 * max(off):.1f} %.",
+        "- The last column compares EDEN with the least distortion that is possible. No code of R bits for normal values has, with the best "
+        "scale, a distortion D below 2^(-2R). The column shows in dB how far above this bound D = e / (1 + e) is, where e is the error "
+        "without a bias. Fine, evenly spaced levels with a coder are 1.53 dB above the bound; the payload's scales and tables add the rest.",
+        "- A coder saves less on the levels that have the least error for their number than on evenly spaced ones.",
+        "- Biased methods (TernGrad with a clip, signs, DRIVE with the least error) leave out a part of the vector in every round, "
+        "so their errors cannot be compared with those of unbiased methods.",
         "",
         "| method | bits | normal | lognormal | derived | dB above 2^(-2R) |",
         "|---|---:|---:|---:|---:|---:|",
@@ -134,11 +141,14 @@ def gap_codes() -> list[str]:
         "`python benchmarks/speed/gap_codes.py --mnist FOLDER --cifar10 FOLDER --json benchmarks/results/speed/gap_codes.json`. "
         f"{where(found)}.",
         "",
-        f"Bits of a position in payloads of `ErrorFeedback(TopK(density))`, 4 workers, every tenth of {found['steps']} steps: "
-        "packed without a coder, by either coder, and as `Coded` sends them by the better one, which chooses for each payload. "
-        "Entropy is that of the gaps' symbols and the bits beside them, without a table; random is log2 of the number of ways to "
-        "choose so many positions. Real positions lie in clusters, below what random ones need. A coder gains where there are "
-        "thousands of them: of a few hundred, its table takes more than it saves.",
+        f"The table shows the bits of a position in payloads of `ErrorFeedback(TopK(density))` for 4 workers, in every tenth of {found['steps']} steps.",
+        "",
+        "- *Packed* is without a coder, and *rANS* and *Huffman* are with that coder. *Sent* is what `Coded` sends with the better of the two; it chooses for each "
+        "payload whether to code.",
+        "- *Entropy* is the entropy of the gaps' symbols and the bits beside them, without a table. *Random* is log2 of the number of "
+        "ways to choose as many positions.",
+        "- Real positions lie in clusters and need fewer bits than random ones. A coder saves bits if there are thousands of positions; for a "
+        "few hundred, its table takes more than it saves.",
         "",
         "| positions of | elements | density | packed | rANS | Huffman | sent | saved, % | entropy | random |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -191,9 +201,9 @@ def diana() -> list[str]:
         "`python benchmarks/claims/diana_convergence.py --data a9a.txt --data mushrooms.txt --json benchmarks/results/claims/diana.json`. "
         f"{where(found)}.",
         "",
-        f"{found['workers']} workers, rows by label (so most see one label only), full gradients, l2 = 0.01, blocks of 32, step "
-        "sizes of the theory. Squared distance to the optimum; 12 000 steps for DIANA and fp32 from zero, 3000 for the others, "
-        "from the optimum.",
+        f"{found['workers']} workers train with full gradients, l2 = 0.01, blocks of 32, and the step sizes of the theory. Rows are dealt out by label, "
+        "so most workers see only one label. The figures are squared distances to the optimum. DIANA and fp32 run for 12 000 steps from "
+        "zero, the other methods for 3000 steps from the optimum.",
         "",
         "![Squared distance to the optimum](figures/diana.png)",
         "",
@@ -207,21 +217,22 @@ def diana() -> list[str]:
         *lines,
         f"| scikit-learn (saga) | non-zeros | {optima} |",
         "",
-        "DIANA goes on linearly until rounding ends it: gradients travel in float32, which ends fp32 as well, and so does the mean of "
-        "the differences, so that the mean of all shifts, which follows it, comes to lie a little beside the mean of the workers' own; "
-        "on a9a that is what is left at 1e-12. With p = 2 omega is twice "
-        "that of p = inf, and theory allows smaller steps. "
-        f"{predicted(cell)}The plateaus lie well below their bounds, which take the worst case of omega. With l1 only DIANA, whose noise vanishes, "
-        "rests on the reference's support.",
+        "- DIANA converges linearly until rounding stops it. Gradients travel in float32, which stops fp32 as well. The mean of the "
+        "differences also travels in float32, so the mean of all shifts, which is updated by it, drifts slightly away from the mean of the workers' own "
+        "shifts; on a9a this leaves the distance of 1e-12.",
+        "- With p = 2, omega is twice that of p = inf, and theory allows only smaller steps.",
+        *predicted(cell),
+        "- The plateaus lie well below their bounds, which assume the worst case of omega.",
+        "- With l1, only DIANA, whose noise vanishes, ends with the non-zeros of the reference solution.",
         "",
     ]
 
 
-def predicted(cell: dict[tuple[str, float, str], Found]) -> str:
+def predicted(cell: dict[tuple[str, float, str], Found]) -> list[str]:
     """Describe in how many steps exact gradients reach the goal with DIANA's step sizes, beside what DIANA took."""
     found = result("claims/diana_steps")
     if not found:
-        return ""
+        return []
     told = []
     for row in found["rows"]:
         measured = cell[row["data"], row["l1"], row["method"]]
@@ -236,11 +247,11 @@ def predicted(cell: dict[tuple[str, float, str], Found]) -> str:
             ).replace(",", " ")
         penalty = f", l1 = {row['l1']:g}" if row["l1"] else ""
         told.append(f"{row['data']}{penalty}, {row['method'].removeprefix('DIANA, ')}: {steps} steps ({beside})")
-    return (
-        f"Exact gradients with the same step sizes reach {found['goal']:g} as theory predicts for DIANA, whose noise vanishes "
-        f"(`python benchmarks/claims/diana_steps.py --data a9a.txt --data mushrooms.txt`): {'; '.join(told)}. So p = 2 on mushrooms "
-        "does what theory says, and 12 000 steps were too few to show it. "
-    )
+    return [
+        f"- Theory predicts for DIANA, whose noise vanishes, the steps that exact gradients with the same step sizes need to reach {found['goal']:g} "
+        f"(`python benchmarks/claims/diana_steps.py --data a9a.txt --data mushrooms.txt`): {'; '.join(told)}. DIANA with p = 2 on "
+        "mushrooms thus converges as predicted, and 12 000 steps are too few to reach the goal."
+    ]
 
 
 def aqsgd() -> list[str]:
@@ -266,15 +277,15 @@ def aqsgd() -> list[str]:
         "",
         f"`python benchmarks/claims/cifar_levels.py --data FOLDER --json benchmarks/results/claims/cifar_levels.json`. {where(found)}.",
         "",
-        f"{found['what']}: five epochs, 3 bits, whole-network blocks, every parameter compressed. Accuracy, %; ± is the standard "
-        f'deviation over two seeds, without it one seed. fp32 {whole}. TernGrad is here `QSGDinf(levels=1, blocks="model")`: each '
-        "worker's own scaler of a block, no clipping.",
+        f"{found['what']}: five epochs with 3 bits, whole-network blocks, and every parameter compressed. The table shows accuracies in %; ± is the "
+        f"standard deviation over two seeds, and an entry without it has one seed. fp32 has {whole}. TernGrad is "
+        '`QSGDinf(levels=1, blocks="model")` here: each worker has its own scaler for a block, and nothing is clipped.',
         "",
         *table({s: [show(cell.get((m, s))) for m in AQSGD] for s in sorted(AUTHORS)}),
         "",
         "![Accuracy over block size](figures/cifar_levels.png)",
         "",
-        "The authors' (Faghri et al., NeurIPS 2020, notebook), to the end of training:",
+        "The authors' accuracies at the end of training (Faghri et al., NeurIPS 2020, notebook):",
         "",
         *table({s: [f"{x:.1f}" for x in row] for s, row in AUTHORS.items()}),
         "",
@@ -293,15 +304,15 @@ def aqsgd_text(cell: dict[tuple[str, int], Found]) -> list[str]:
     drop = {m: at[m, low] - at[m, high] for m in AQSGD}
     below = at["ALQ", high] - at["NUQSGD", high]
     return [
-        f"From blocks of {low} to {high} ALQ loses {drop['ALQ']:.1f} points (the authors': 0.1), AMQ {drop['AMQ']:.1f} (1.7), "
-        f"QSGDinf {drop['QSGDinf']:.1f} (4.4), TernGrad {drop['TernGrad']:.1f} (2.4), NUQSGD {drop['NUQSGD']:.1f} (14.8). At {high} "
-        f"NUQSGD lies {below:.1f} points below ALQ (14.7) and QSGDinf {at['ALQ', high] - at['QSGDinf', high]:.1f} below it (4.2), {at['ALQ-N', high] - at['QSGDinf', high]:.1f} below "
-        "ALQ-N: the shape is theirs, but for the order of the adaptive ones. What differs, and why:",
+        f"From blocks of {low} to blocks of {high}, ALQ loses {drop['ALQ']:.1f} points (0.1 in the authors' table), AMQ {drop['AMQ']:.1f} (1.7), "
+        f"QSGDinf {drop['QSGDinf']:.1f} (4.4), TernGrad {drop['TernGrad']:.1f} (2.4), and NUQSGD {drop['NUQSGD']:.1f} (14.8). With blocks of {high}, "
+        f"NUQSGD lies {below:.1f} points below ALQ (14.7), and QSGDinf {at['ALQ', high] - at['QSGDinf', high]:.1f} below ALQ (4.2) and {at['ALQ-N', high] - at['QSGDinf', high]:.1f} below "
+        "ALQ-N. The tables have the same shape, except for the order of the adaptive methods. The differences and their causes:",
         "",
-        "- Five epochs instead of a whole training: accuracies are 16 points lower for all, and what noise slows down has no time to "
-        "catch up, so that differences between methods at large blocks are larger for NUQSGD and TernGrad.",
+        "- Runs have five epochs instead of a whole training. All accuracies are 16 points lower, and methods that noise slows down have no time to "
+        "catch up, so NUQSGD and TernGrad differ more from the others at large blocks.",
         *zero(high),
-        "- Runs of one seed differ by a point or so (see ±), which is as much as most of these methods differ from each other up to "
+        "- Runs with different seeds differ by about a point (see ±), which is as much as most of these methods differ from each other up to "
         "blocks of 8192.",
         *fits(low, high),
     ]
@@ -315,10 +326,11 @@ def zero(block_size: int) -> list[str]:
     rows = [row for row in found["rows"] if row["block_size"] == block_size]
     pairs = ", ".join(f"{r['without_zero']:.2g} and {r['with_zero']:.2g} (step {r['step']})" for r in rows)
     return [
-        "- QSGDinf here has seven levels with a zero, theirs eight without one. Whole-network blocks mix layers of very different "
-        f"scale; most values are then far below the maximum, and without a zero each of them costs (R/7)^2. Variance of this network's gradient in blocks of {block_size} without and with a zero, "
-        f"`python benchmarks/claims/zero_level.py --data FOLDER`: {pairs} times its square. So theirs falls off more, and ours less than ALQ "
-        "and AMQ would let one expect, whose levels have no zero either, as in their program.",
+        "- QSGDinf has seven levels with a zero here, and eight levels without one in the authors' program. Whole-network blocks mix layers of very "
+        "different scale, so most values are far below the maximum, and without a zero each of them adds (R/7)^2 to the variance. The variance of this "
+        f"network's gradient in blocks of {block_size}, without and with a zero, is {pairs} times its square "
+        "(`python benchmarks/claims/zero_level.py --data FOLDER`). Therefore QSGDinf loses more in the authors' table. Here it loses less than ALQ "
+        "and AMQ suggest, whose levels have no zero here either, as in the authors' program.",
     ]
 
 
@@ -359,19 +371,21 @@ def fits(low: int, high: int) -> list[str]:
                 cells = [told(method, model, s) for s in sizes] + [told(method, model, high, "fresh_if_normal")]
                 lines.append(f"| {label}, {name} | " + " | ".join(cells) + " |")
     return [
-        f"- At {high} ALQ and ALQ-N lie below AMQ, where the authors' lie above. The authors' published levels are not the optimum of their "
-        "own objective: their solver stops early. Its gradient steps have the rate 1, and the first one throws the level next to 1 far out, to where the "
-        "normal model has next to nothing; from there it hardly comes back, for want of a gradient. That accident serves the tails that gradients have and normals have not. The levels here are the optimum. "
-        f"This network's {-(-found['elements'] // high)} blocks of {high} mix layers and are far from normal: the optimum of the model is worse for them than what the "
-        "authors' solver stops at. AMQ's powers of a ratio serve the tails by their form. Levels fitted to a histogram of the values "
-        '(`model="histogram"`) depend on neither. Exact variance of the gradients with levels fitted to these very gradients, in units of their squares, smallest to largest at '
-        f"{len({row['step'] for row in found['rows']})} steps from 0 to {max(row['step'] for row in found['rows'])}, `python benchmarks/claims/fitted_levels.py --data FOLDER`, {where(found)}:",
+        f"- With blocks of {high}, ALQ and ALQ-N lie below AMQ here, and above AMQ in the authors' table. The levels here are the optimum of the authors' "
+        "objective; their published levels are not, since their solver stops early. Its gradient steps have the rate 1. The first step moves the level next "
+        "to 1 so far out that the normal model has almost no values there; the gradient is then too small to move it back. By accident, such levels suit gradients, "
+        f"whose tails are heavier than those of a normal distribution. This network's {-(-found['elements'] // high)} blocks of {high} mix layers and are far from normal, so the "
+        "optimum of the model has a larger variance for them than the levels at which the authors' solver stops. AMQ's levels, the powers of a ratio, suit heavy tails by their form. Levels fitted to a "
+        'histogram of the values (`model="histogram"`) depend neither on the model nor on the solver. The table shows the exact variance of the gradients with levels fitted to these '
+        "very gradients, in units of their squares, from the smallest to the largest at "
+        f"{len({row['step'] for row in found['rows']})} steps from 0 to {max(row['step'] for row in found['rows'])} (`python benchmarks/claims/fitted_levels.py --data FOLDER`, {where(found)}):",
         "",
         *(f"  {line}" for line in lines),
         "",
-        f"  Levels from the last update, at steps 0, 100 and 1000, have up to {older('normal'):.2f} times the variance of fresh ones under the normal model, {older('histogram'):.2f} "
-        f"times under the histogram, whose largest variance in use by ALQ is {max(of('ALQ', 'histogram', high, 'in_use')):.2g}: what is fitted to the measured values ages with them. The accuracies above are of the normal model, "
-        f"of runs in which a block's weight was its squared norm whatever its length, so that the last, shorter block weighed too much; at {low} the two models and weights differ by little.",
+        f"  Levels from the last update, at steps 0, 100 and 1000, have up to {older('normal'):.2f} times the variance of freshly fitted ones under the normal model, and up to {older('histogram'):.2f} "
+        f"times under the histogram, since levels that are fitted to measured values age with them. The largest variance in use of ALQ with the histogram is {max(of('ALQ', 'histogram', high, 'in_use')):.2g}. "
+        "The accuracies above are of the normal model, from runs in which a block's weight was its squared norm, whatever its length, so that the last, shorter block weighed too "
+        f"much. With blocks of {low}, the two models and weights differ by little.",
     ]
 
 
@@ -385,9 +399,9 @@ def signs() -> list[str]:
         "",
         f"`python benchmarks/claims/signs.py --mnist FOLDER --json benchmarks/results/claims/signs.json`. {where(found)}.",
         "",
-        "4 workers, simulated. MNIST: LeNet, 3000 steps, SGD with momentum 0.9. text: GRU on bytes, 600 steps, Adam, or SGD "
-        "with momentum 0.9 where it says so. signSGD and Signum: SGD without momentum. Where a learning rate is given, it is the best "
-        "of several, by the accuracy of seed 0. 1-bit SGD begins with 5 % of its steps in float32. ± over two seeds. Bytes are those a worker sent.",
+        "Runs have 4 simulated workers. The task `mnist` is LeNet for 3000 steps of SGD with momentum 0.9. The task `text` is a GRU on bytes for 600 steps of Adam, "
+        "or of SGD with momentum 0.9 in the rows that say so. signSGD and Signum use SGD without momentum. A learning rate in the table is the best "
+        "of several, by the accuracy of seed 0. 1-bit SGD begins with 5 % of its steps in float32. ± is over two seeds. Bytes are those that one worker sent.",
         "",
         "| task | method | learning rate | accuracy, % | loss | sent, MB | bits an element |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -413,9 +427,9 @@ def signs() -> list[str]:
         "",
         *(
             [
-                f"Learning rates tried, and seed 0's accuracy: {tried}. On MNIST EF-signSGD diverges at 0.08. "
-                "The other methods' rates were not chosen so: that EF-signSGD is above fp32 on MNIST is no merit of its signs. On text it stays far below fp32 at all rates tried here, with Adam "
-                "and with SGD, and below the scaled sign without feedback: all of these optimizers have a momentum, and its residual is long, as the next sections show.",
+                f"These learning rates were tried; the accuracies are those of seed 0: {tried}. On MNIST, EF-signSGD diverges at 0.08. "
+                "The rates of the other methods were not chosen in this way, so the higher accuracy of EF-signSGD than of fp32 on MNIST does not show that signs are better. On text, EF-signSGD stays far "
+                "below fp32 at all rates tried here, with Adam and with SGD, and below the scaled sign without feedback. All of these optimizers have a momentum, and the residual of EF-signSGD is long, as the next sections show.",
                 "",
             ]
             if tried
@@ -449,9 +463,9 @@ def losses() -> list[str]:
         "",
         f"`python benchmarks/claims/sign_residuals.py --json benchmarks/results/claims/sign_residuals.json`. {where(found)}.",
         "",
-        f"The task text by SGD, {found['workers']} simulated workers, {found['steps']} steps, one seed. Share of the gradient's square "
-        "that the scaled sign loses, least and most of all compressed parameters of worker 0 (float32 training, momentum 0.9, rate 0.3; "
-        "a Gaussian vector loses 0.36):",
+        f"The task is `text`, trained by SGD on {found['workers']} simulated workers for {found['steps']} steps with one seed. The table shows the share of the gradient's "
+        "square that the scaled sign loses: the least and the most of all compressed parameters of worker 0, in a float32 training with momentum 0.9 and "
+        "rate 0.3. A Gaussian vector loses 0.36.",
         "",
         "| scale of | " + " | ".join(f"step {step}" for step in steps) + " |",
         "|---|" + len(steps) * "---:|",
@@ -464,7 +478,8 @@ def losses() -> list[str]:
             for size in sizes
         ),
         "",
-        "Length of the residual over that of the gradient (of the momentum where that is applied before compression), least and most:",
+        "The next table shows the length of the residual divided by the length of the gradient, or of the momentum if that is applied before compression: the "
+        "least and the most of all compressed parameters.",
         "",
         "| training | " + " | ".join(f"step {step}" for step in steps) + " | accuracy, % |",
         "|---|" + (len(steps) + 1) * "---:|",
@@ -475,7 +490,7 @@ def losses() -> list[str]:
             for name, by_step in residuals.items()
         ),
         "",
-        "A link warns by age and cosine together: see [what a link warns of](methods/feedback.md#what-a-link-warns-of).",
+        "A link's warning considers both the age of a residual and the cosine: see [what a link warns of](methods/feedback.md#what-a-link-warns-of).",
         "",
     ]
 
@@ -490,8 +505,8 @@ def momentum() -> list[str]:
         "",
         f"`python benchmarks/claims/sign_momentum.py --json benchmarks/results/claims/sign_momentum.json`. {where(found)}.",
         "",
-        "4 workers, simulated, SGD; steps as in the table. The optimizer's momentum follows the exchange; a momentum in the method's spec is "
-        "applied by each worker before compression. 1-bit SGD begins with 5 % of its steps in float32. ± over two seeds.",
+        "Runs use SGD on 4 simulated workers, for as many steps as the table shows. The optimizer applies its momentum after the exchange; each worker applies a momentum in "
+        "the method's spec before compression. 1-bit SGD begins with 5 % of its steps in float32. ± is over two seeds.",
         "",
         "| task | method | optimizer's momentum | learning rate | steps | accuracy, % | loss | bits an element |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -508,10 +523,10 @@ def momentum() -> list[str]:
 def page() -> str:
     """Return the page's text."""
     lines = [
-        "# What the quantisers were measured to do",
+        "# Measurements of the quantisers",
         "",
-        "Generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`. Steps on slow links are in "
-        "[benchmarks](benchmarks.md), coders in [coders](coders.md).",
+        "This page is generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`. [Benchmarks](benchmarks.md) has the "
+        "steps on slow links, and [Entropy coders](coders.md) has the coders.",
         "",
         *[
             line

@@ -99,7 +99,7 @@ def losses(cells: dict[Key, Cell]) -> list[str]:
             ratio = cell[variant]["step_time_s"] / base
             if ratio > 1 + NOISE:
                 lost.append(f"{model}, {hosts} hosts, {speed(rate)} ({ratio:.2f} times the step)")
-        lines.append(f"- `{variant}` against {against}: slower by more than {100 * NOISE:g} % in {len(lost)} of {total}"
+        lines.append(f"- `{variant}` is slower than {against} by more than {100 * NOISE:g} % in {len(lost)} of {total}"
                      f" cells{': ' + '; '.join(lost) if lost else ''}.")  # fmt: skip
     return [*lines, "", *why_small_models_lose()]
 
@@ -117,10 +117,10 @@ def why_small_models_lose() -> list[str]:
     }
     chosen = [f"`{cell[AUTO]['record']['choice']['chosen']}`" for cell in found.values()]
     return [
-        "Small models pay for messages, not for bytes. Where workers sleep instead of computing, and links are unlimited,"
-        f" lenet on {', '.join(map(str, found))} hosts takes longer than with DDP without a hook by, in milliseconds:"
-        f" {'; '.join(f'`{name}` {text}' for name, text in more.items())}. An all-reduce hands a bucket to the backend once. TernGrad's"
-        " ranks wait for each other up to three times a bucket (scalers, shards, sums). On two hosts each worker has a core of its own; on more, whoever"
+        "Small models pay for messages, not for bytes. If workers sleep instead of computing, and links are unlimited, a step of"
+        f" lenet on {', '.join(map(str, found))} hosts takes this many milliseconds longer than with DDP without a hook:"
+        f" {'; '.join(f'`{name}` {text}' for name, text in more.items())}. An all-reduce passes a bucket to the backend once, while TernGrad's"
+        " ranks wait for each other up to three times per bucket (scalers, shards, sums). On two hosts each worker has its own core; on more hosts, a worker that"
         " waits for a message also waits for a core."
         f' `method="auto"` chose {", ".join(chosen)} there.',
         "",
@@ -134,14 +134,14 @@ def bytes_(rows: Sequence[Row]) -> list[str]:
     if not gaps:
         return []
     text = (
-        f"Bytes: in {len(gaps)} rows the hosts' interfaces counted what the library says that it sent, less the packets'"
-        f" headers, to within {100 * gaps[len(gaps) // 2]:.2f} % in the middle and {100 * gaps[-1]:.1f} % at worst"
+        f"In {len(gaps)} rows, the bytes that the hosts' interfaces counted, less the packets' headers, differ from those that the library"
+        f" reports as sent by {100 * gaps[len(gaps) // 2]:.2f} % in the median and {100 * gaps[-1]:.1f} % at most"
     )
     named = "; ".join(
         f"{r['model']}, {r['lab']}, {r['variant']}: {100 * r['interface_over_library']:+.1f} %" for r in wrong
     )
     return [
-        text + (f". **Beyond 5 %, an error of the benchmark**: {named}." if wrong else ", the limit being 5 %."),
+        text + (f". **More than 5 % is an error of the benchmark**: {named}." if wrong else "; the limit is 5 %."),
         "",
     ]
 
@@ -171,10 +171,10 @@ def asleep() -> list[str]:
     lines = [
         "## Steps without competition for the cores",
         "",
-        "`gradwire bench step --compute sleep`: workers sleep as long as one of them alone computes, and DDP gets the same gradients"
-        " at the times at which its buckets were ready then, so that the exchanges alone use the machine's cores. Milliseconds, and in"
-        " brackets the step over its floor, max(compute, bytes / bandwidth). Goal for TernGrad packed and coded, the MLP on 4 hosts at 100 Mbit/s and"
-        f" 1 Gbit/s: 1.25. Rows: `benchmarks/results/speed/step_sleep.jsonl`. {provenance(rows[0])}.",
+        "With `gradwire bench step --compute sleep`, workers sleep for as long as a single worker computes, and DDP gets the same gradients"
+        " at the times at which its buckets were ready then. Only the exchanges use the machine's cores. The table shows milliseconds, and in"
+        " brackets the step divided by its floor, max(compute, bytes / bandwidth). The goal for TernGrad, packed and coded, with the MLP on 4 hosts at 100 Mbit/s and"
+        f" 1 Gbit/s is 1.25. The rows are in `benchmarks/results/speed/step_sleep.jsonl`. {provenance(rows[0])}.",
         "",
         "| model | hosts | link | compute | " + " | ".join(variants) + " |",
         "|---|---:|---|---:|" + "---:|" * len(variants),
@@ -200,12 +200,14 @@ def lanes() -> list[str]:
     lines = [
         "### Where the time over the floor goes",
         "",
-        f"`sudo python benchmarks/speed/timelines.py`: the MLP on {found['hosts']} hosts, medians of all ranks and {found['rows'][0]['steps']} steps,"
-        " milliseconds. *Earliest* is the least that the step could take if nothing but the link took time after each bucket is ready:"
-        f" the model's first layers hold {100 * sizes[-1] / sum(sizes):.0f} % of it and are ready last, so their bytes leave when the"
-        " backward pass is over."
-        " *Rows* is the time in which rows are on their way, beside bytes / bandwidth. *Before* is from the end of the forward pass to"
-        " the first row; encode, messages and decode are sums over two lanes, which overlap.",
+        f"`sudo python benchmarks/speed/timelines.py` measured the MLP on {found['hosts']} hosts. The figures are milliseconds, medians over all ranks and {found['rows'][0]['steps']} steps.",
+        "",
+        "- *Earliest* is the shortest step that is possible if only the link takes time once a bucket is ready."
+        f" The model's first layers hold {100 * sizes[-1] / sum(sizes):.0f} % of it and are ready last, so their bytes leave after the"
+        " backward pass.",
+        "- *Rows* is the time in which rows are on their way; compare it with bytes / bandwidth.",
+        "- *Before* is the time from the end of the forward pass to the first row.",
+        "- *Encode*, *messages* and *decode* are sums over two lanes, which overlap.",
         "",
         "| exchange | link | step | fastest - slowest | earliest | bytes / bandwidth | rows | before | between | after | update | encode | messages | decode |",
         "|---|---|" + "---:|" * 12,
@@ -249,10 +251,10 @@ def low_rank_lines() -> list[str]:
     lines = [
         "## Beside PyTorch's PowerSGD hook",
         "",
-        "`gradwire bench step --variant ... --cell-budget 14 --out benchmarks/results/speed/step_low_rank.jsonl`, and 30 for the transformer"
-        " on 4 and 8 hosts, which takes few steps in 14 seconds: there a first measurement had two cells in which PyTorch's hook was"
-        " the fastest (4 hosts, 50 Mbit/s: ours 1.12 times the step; 8 hosts, 1 Gbit/s: 1.01). Computing as usual,"
-        f" milliseconds, the fastest bold. {provenance(rows[0])}.",
+        "`gradwire bench step --variant ... --cell-budget 14 --out benchmarks/results/speed/step_low_rank.jsonl` measured these steps. The transformer"
+        " on 4 and 8 hosts has a budget of 30, since it takes few steps in 14 seconds: in a first measurement with 14, PyTorch's hook was"
+        " the fastest in two of its cells (4 hosts, 50 Mbit/s: ours took 1.12 times the step; 8 hosts, 1 Gbit/s: 1.01 times). Workers compute as usual."
+        f" The table shows milliseconds, with the fastest in bold. {provenance(rows[0])}.",
         "",
         "| model | hosts | link | " + " | ".join(variants) + " | ours over the hook |",
         "|---|---:|---|" + "---:|" * (len(variants) + 1),
@@ -276,10 +278,10 @@ def low_rank_lines() -> list[str]:
     return [
         *lines,
         "",
-        f"In {len(pairs) - len(lost)} of {len(pairs)} cells one of our methods takes no longer than PyTorch's hook"
-        f" (`gradwire powersgd`, of the same rank: in {own}). Longer in: {'; '.join(lost) or 'none'}. The hook has one bucket for"
-        " the whole model, which it waits for; here factors of DDP's buckets are on their way while the backward pass goes on."
-        " Accuracies are those of [the table](accuracy.md) after as many steps for each; the hook's is that of `powersgd`, which"
+        f"In {len(pairs) - len(lost)} of {len(pairs)} cells, one of our methods takes no longer than PyTorch's hook"
+        f" (`gradwire powersgd`, with the same rank, in {own}). Cells in which all of ours take longer: {'; '.join(lost) or 'none'}. The hook has one bucket for"
+        " the whole model and waits for it; gradwire sends the factors of DDP's buckets during the backward pass."
+        " Accuracies are those of [the table](accuracy.md) after the same number of steps. The hook is shown with the accuracy of `powersgd`, which"
         " gives the same means up to rounding.",
         "",
     ]
@@ -293,8 +295,8 @@ def row_order_lines() -> list[str]:
     sizes = sorted({row["row_bytes"] for row in found["rows"]})
     lines = [
         f"`gradwire lab --hosts {found['hosts']} --bandwidth {found['bandwidth']} -- python benchmarks/speed/row_orders.py ...`"
-        " sends rows and does nothing else: time over bytes / bandwidth, and in brackets the fastest and the slowest of"
-        f" {found['repeats'] - 1}. Lanes send in turn. A step cannot be nearer to its floor than its rows are.",
+        " only sends rows. The table shows their time divided by bytes / bandwidth, and in brackets the fastest and the slowest of"
+        f" {found['repeats'] - 1}. Lanes take turns. A step cannot come nearer to its floor than its rows do.",
         "",
         "| order | " + " | ".join(f"{size / 1e3:.0f} kB a row" for size in sizes) + " |",
         "|---|" + "---:|" * len(sizes),
@@ -349,10 +351,10 @@ def model_section() -> list[str]:
     lines = [
         "## Predicted against measured",
         "",
-        "`python benchmarks/speed/predictions.py`: the model of `gradwire plan`, with codecs rehearsed on this machine and bytes and"
-        f" rounds of the methods' own protocols. Its {len(m) - 2} costs were calibrated on {m['source']} (every third cell"
-        f" in the order of model, hosts, bandwidth); the other {s['judged_steps']} steps judge it."
-        " Backward timelines come from the unlimited cell of the same model and hosts.",
+        "`python benchmarks/speed/predictions.py` compares the model of `gradwire plan` with the measured steps. Codecs are timed on this machine; bytes and"
+        f" rounds are those of the methods' own protocols. The model's {len(m) - 2} costs were calibrated on {m['source']} (every third cell"
+        f" in the order of model, hosts, bandwidth), and the other {s['judged_steps']} steps are used to judge it."
+        " Timelines of the backward pass come from the unlimited cell with the same model and hosts.",
         "",
         "| | measured | goal |",
         "|---|---:|---:|",
@@ -362,7 +364,7 @@ def model_section() -> list[str]:
     ]
     for against in ("DDP fp32", "the best cast"):
         right, clear = s[f"right_against_{against}"], s[f"clear_cells_against_{against}"]
-        lines.append(f"| TernGrad or {against}: right where they differ by over 5 % | {right} of {clear}"
+        lines.append(f"| right advice between TernGrad and {against}, if they differ by over 5 % | {right} of {clear}"
                      f" ({100 * right / max(clear, 1):.0f} %) | 95 % |")  # fmt: skip
     wrong = [a for a in found["advice"] if a["clear"] and not a["right"]]
     lines += ["", "![Predicted against measured](figures/predicted.png)", ""]
@@ -385,7 +387,7 @@ def accuracy_section() -> list[str]:
     lines = [
         "## Time to accuracy",
         "",
-        f"`sudo python benchmarks/training/time_to_accuracy.py`: {found['what']}. Mean and standard deviation over seeds. {found['cpu']},"
+        f"`sudo python benchmarks/training/time_to_accuracy.py` measured: {found['what']}. The table shows means and standard deviations over seeds. {found['cpu']},"
         f" {found['cores']} cores; {found['date_utc'][:10]}.",
         "",
         "| task | goal | link | method | seeds, reached | time, s | of fp32's | sent by a worker, MB | steps |",
@@ -412,17 +414,22 @@ def spread(line: Row, field: str, unit: float, digits: int) -> str:
 def page() -> str:
     """Return the page's text."""
     rows = rows_of("speed/step_grid")
-    lines = ["# Benchmarks", "", "Generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`.", ""]
+    lines = [
+        "# Benchmarks",
+        "",
+        "This page is generated by `python benchmarks/pages/summarise.py` from `benchmarks/results/`.",
+        "",
+    ]
     if rows:
         cells = cells_of(rows)
         lines += [
             "## Training steps",
             "",
-            "`gradwire bench step` on an emulated cluster: each host is a network namespace with a link limited both ways,"
-            " one worker a host, one thread a worker; all hosts share the cores of one machine, so computing takes longer the"
-            " more hosts there are. Milliseconds a step, medians of interleaved turns; rows with percentiles, bytes and versions:"
-            " `benchmarks/results/speed/step_grid.jsonl`. `compute` exchanges nothing. The floor is max(compute, bytes /"
-            f" bandwidth). PowerSGD is PyTorch's hook, rank 2, in one bucket; DDP's bf16 hook refuses Gloo. {provenance(rows[0])}.",
+            "`gradwire bench step` measured these steps on an emulated cluster. Each host is a network namespace whose link is limited in both directions."
+            " Each host has one worker with one thread. All hosts share the cores of one machine, so computing takes longer on"
+            " more hosts. The tables show milliseconds per step, as medians of interleaved turns;"
+            " `benchmarks/results/speed/step_grid.jsonl` has the rows with percentiles, bytes and versions. `compute` exchanges nothing. The floor is max(compute, bytes /"
+            f" bandwidth). PowerSGD is PyTorch's hook with rank 2 and one bucket. DDP's bf16 hook refuses Gloo. {provenance(rows[0])}.",
             "",
             "![Steps relative to DDP fp32 on 4 hosts](figures/steps.png)",
             "",

@@ -97,8 +97,8 @@ def page(found: dict[str, Any]) -> list[str]:
     names = [name if name not in CPUS else f"{name} ({CPUS[name]})" for name in of_cpu]
     day, cores = found["date_utc"][:10], found["cores"]
     lines = [
-        f"{found['cpu']}, {cores} cores, {day}. 20 M trits, milliseconds on one thread, compiled for this machine and "
-        "for the instruction sets of others; the fastest of a part is bold.",
+        f"{found['cpu']}, {cores} cores, {day}. Milliseconds for 20 M trits on one thread, with code compiled for this "
+        "machine and for the instruction sets of other processors. The fastest variant of a part is bold.",
         "",
         f"| coder | part | variant | {' | '.join(names)} |",
         f"|---|---|---|{'---:|' * len(names)}",
@@ -112,7 +112,7 @@ def page(found: dict[str, Any]) -> list[str]:
         lines.append(f"| {row['coder']} | {row['part']} | {row['variant']} | {' | '.join(cells)} |")
     lines += [
         "",
-        "What a link measures when it is built, microseconds to encode and decode one payload of 2^18 elements:",
+        "A link measures these times when it is built: microseconds to encode and decode one payload of 2^18 elements.",
         "",
         f"| method | {' | '.join(CODERS)} | chosen |",
         f"|---|{'---:|' * len(CODERS)}---|",
