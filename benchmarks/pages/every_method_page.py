@@ -114,11 +114,11 @@ def why_coders_miss(cell: Cell) -> list[str]:
         for variant, goal in goals.items()
         if variant in cell
     ]
+    (rate,) = {cell[variant]["bandwidth_bits_per_s"] for variant in goals if variant in cell}
+    bytes_s = [ms(8 * cell[variant]["sent_bytes_per_step"] / rate) for variant in goals if variant in cell]
     return [
-        f"At the slower link, {' and '.join(told)}. Missed goals have these reasons: the bytes alone take 221 and 92 ms, and computing takes 80, so"
-        " both would have to overlap almost completely. In a step of `coded`, the link is idle for the"
-        " first 90 to 115 ms (four workers compute on two virtual CPUs for 80 ms, then come scalers and the encoder), for 5 to 10 ms between"
-        " the phases of each bucket, and for 20 ms at the end, while all four workers decode. Rows, sent one at a time, take 1.1 to 1.3 times their"
-        " bytes divided by the bandwidth. With one core for each worker, most of this time would be saved.",
+        f"At the slower link, {' and '.join(told)}. The bytes alone take {' and '.join(bytes_s)} ms, and computing takes"
+        f" {ms(cell['compute']['step_time_s'])}, since four workers share two virtual CPUs, so both would have to overlap almost completely."
+        " Rows, sent one at a time, take 1.1 to 1.3 times their bytes divided by the bandwidth.",
         "",
     ]
