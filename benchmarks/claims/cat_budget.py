@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gradwire as gw
 from benchmarks.lib.convex import LogisticProblem
 from benchmarks.lib.optimum import find_optimum
-from benchmarks.lib.runs import write
+from benchmarks.lib.runs import earlier, write
 from gradwire.methods.atoms.atom_codec import probabilities
 from gradwire.methods.sparse.cat import SCHEMES
 from gradwire.methods.sparse.descent_per_byte import MessageCost
@@ -115,8 +115,9 @@ def measure(name: str, problem: LogisticProblem, scheme: str) -> list[dict[str, 
         found = descend(problem, best, lambda g, link=link: link.reduce_(g[None].to(torch.float32)))
         for i, mark in enumerate(MARKS):
             others = {t: spent(marks[i], cost, bits) for t, marks in fixed.items()}
-            winner = min((t for t in numbers if others[t] is not None), key=lambda t: others[t] or 0.0)
-            least, ours = others[winner], spent(found[i], cost, bits)
+            reached = {t: bytes_ for t, bytes_ in others.items() if bytes_ is not None}
+            winner = min(reached, key=lambda t: reached[t], default=None)
+            least, ours = None if winner is None else reached[winner], spent(found[i], cost, bits)
             row = {
                 "data": name,
                 "features": d,
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the LIBSVM files")
     parser.add_argument("--l2", type=float, default=1e-3)
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--keep", action="store_true", help="do not measure again what is in the file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = {}
@@ -150,11 +152,13 @@ def main() -> None:
         rows_read = read_libsvm(options.data / file)
         data[file.removesuffix(".txt")] = rows_read.dense(torch.float64)[:ROWS], rows_read.labels[:ROWS]
     data["like w8a"] = like_w8a(ROWS)
-    rows = []
+    rows = earlier(options.json, "rows") if options.keep else []
+    done = {(row["scheme"], row["data"]) for row in rows}
     for scheme in SCHEMES:
         for name, (inputs, labels) in data.items():
-            rows += measure(name, LogisticProblem.from_rows(inputs, labels, workers=1, l2=options.l2), scheme)
-    write(options.json, command="benchmarks/claims/cat_budget.py", l2=options.l2, rows_read=ROWS, rows=rows)
+            if (scheme, name) not in done:
+                rows += measure(name, LogisticProblem.from_rows(inputs, labels, workers=1, l2=options.l2), scheme)
+                write(options.json, command="benchmarks/claims/cat_budget.py", l2=options.l2, rows_read=ROWS, rows=rows)
 
 
 if __name__ == "__main__":
