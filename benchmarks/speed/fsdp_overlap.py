@@ -4,11 +4,11 @@
 
 Each cell is an emulated cluster of four hosts, the variants of ``gradwire bench step`` and whether its ranks compute or
 sleep. Two sets of ranks take turns: ``after`` runs this checkout, and ``before`` imports ``gradwire.link`` from the
-commit ``--before``, the last one whose exchanges waited inside of backward, and all else from this checkout. In each turn
-every variant takes steps by one set and then by the other, which is first in every other turn. A row has the
+commit ``--before``, the last one whose exchanges waited inside of backward, and all else from this checkout. In each
+turn every variant takes steps by one set and then by the other, which is first in every other turn. A row has the
 median of all steps, the 20th and 80th percentile, the medians of turns, and ``ratio_to_floor``: the step over
 max(compute, link). Computing is that of the module alone in the same cell. The link's time is the bytes that the
-interfaces counted in these steps over the bandwidth: those of a host, or of a node where nodes' links are the slow ones.
+interfaces counted in these steps over the bandwidth: those of a host, or of a node where the links of nodes are slow.
 """
 
 from __future__ import annotations
@@ -146,9 +146,7 @@ def measure(lab: str, variants: tuple[str, ...], compute: str, before: str, give
     return [{"model": MODEL, "lab": lab, "compute": compute, **row} for row in rows]
 
 
-def row_of(
-    side: Side, name: str, variant: str, topology: Topology, count: int, compute_s: float
-) -> dict[str, Any]:
+def row_of(side: Side, name: str, variant: str, topology: Topology, count: int, compute_s: float) -> dict[str, Any]:
     """Return the row of a variant by one set of ranks."""
     turns, moved = side.times[variant], side.moved[variant]
     times, steps = [t for turn in turns for t in turn], count * len(turns)
@@ -178,7 +176,8 @@ def row_of(
 def describe(row: dict[str, Any]) -> str:
     """Return a row as a line."""
     return (
-        f"{row['lab']:34s} {row['compute']:5s} {row['variant']:26s} {row['side']:6s} {1e3 * row['step_time_s']:8.1f} ms "
+        f"{row['lab']:34s} {row['compute']:5s} {row['variant']:26s} {row['side']:6s} "
+        f"{1e3 * row['step_time_s']:8.1f} ms "
         f"({1e3 * row['percentile_20_s']:.1f} to {1e3 * row['percentile_80_s']:.1f})  "
         f"compute {1e3 * row['compute_s']:.1f}, link {1e3 * row['wire_s']:.1f}: {row['ratio_to_floor']:.2f}"
     )

@@ -93,7 +93,9 @@ class _ShardedExchange:
             self._end()
         self._wait(IN_FLIGHT - 1)
 
-    def start(self, unit: Unit, flat: torch.Tensor, result: torch.Tensor, write: Callable[[torch.Tensor], None]) -> None:
+    def start(
+        self, unit: Unit, flat: torch.Tensor, result: torch.Tensor, write: Callable[[torch.Tensor], None]
+    ) -> None:
         """Start the exchange of a bucket.
 
         Args:

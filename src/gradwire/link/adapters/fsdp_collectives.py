@@ -1,4 +1,4 @@
-"""Wrappers of FSDP2's own collectives: failures name the rank, gathers run beside computing, and results may be late."""
+"""Wrappers of FSDP2's own collectives: their failures name the rank, and gathers run beside computing."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ next one's parameters in forward, as FSDP2 does in backward.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -145,13 +146,11 @@ def measure_passes(model: BenchModel, batch: Batch) -> Passes:
     counted = found[2:]
     columns = [list(zip(*(step[side] for step in counted))) for side in (0, 1)]  # type: ignore[arg-type]
     forward_s, backward_s = (tuple(statistics.median(column) for column in side) for side in columns)
-    return Passes(
-        forward_s=forward_s, backward_s=backward_s, update_s=statistics.median(step[2] for step in counted)
-    )
+    return Passes(forward_s=forward_s, backward_s=backward_s, update_s=statistics.median(step[2] for step in counted))
 
 
 def _lengths(marks: Sequence[float]) -> list[float]:
-    return [later - earlier for earlier, later in zip(marks, marks[1:])]
+    return [later - earlier for earlier, later in itertools.pairwise(marks)]
 
 
 class SleepingShards:
