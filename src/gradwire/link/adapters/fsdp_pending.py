@@ -75,11 +75,11 @@ class PendingTensor(torch.Tensor):
     pending: Pending
 
     # Needed by DTensor, which holds it, and unwraps it below this level.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, pending: Pending) -> PendingTensor:
-        made: PendingTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PendingTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             plain.size(),
             strides=plain.stride(),
@@ -90,7 +90,7 @@ class PendingTensor(torch.Tensor):
         made.plain, made.pending = plain, pending
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"PendingTensor({self.wait()})"
 
     def wait(self) -> torch.Tensor:
@@ -107,7 +107,9 @@ class PendingTensor(torch.Tensor):
         return self.wait().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operation on the values, now or later."""
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -133,7 +135,7 @@ class PendingTensor(torch.Tensor):
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a pending result is written to, without waiting; another tensor as it is."""
-    return tensor.plain if isinstance(tensor, PendingTensor) else tensor  # type: ignore[return-value]
+    return tensor.plain if isinstance(tensor, PendingTensor) else tensor
 
 
 def settle(parameter: torch.Tensor) -> None:

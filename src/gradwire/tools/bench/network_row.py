@@ -57,12 +57,14 @@ class NetworkWatch:
                 (self._groups, self._network.group_counters()),
             )
         )
-        moved = {"bytes": sum(sent), "most_bytes": max(sent), "between_bytes": max(crossed, default=0)}
+        total, most, between = sum(sent), max(sent), max(crossed, default=0)
         if not self._impaired:
-            return Moved(**moved)
+            return Moved(bytes=total, most_bytes=most, between_bytes=between)
         report = self._network.report()
         return Moved(
-            **moved,
+            bytes=total,
+            most_bytes=most,
+            between_bytes=between,
             again=sum(self._network.retransmitted()) - sum(self._again),
             report=report.since(self._report) if report and self._report else None,
         )

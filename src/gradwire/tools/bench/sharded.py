@@ -71,7 +71,8 @@ class ShardedCompute:
     """
 
     def __init__(self, module: nn.Module, model: BenchModel, batch: Batch) -> None:
-        self.wrapped, self._model, self._batch = module, model, batch
+        self.wrapped: Any = module
+        self._model, self._batch = model, batch
         self._optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
 
     def forward(self) -> Tensor:
@@ -111,7 +112,8 @@ class Passes:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Passes:
         """Build passes from the values of :meth:`to_json`."""
-        return cls(**{k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in record.items()})
+        forward_s, backward_s = tuple(record["forward_s"]), tuple(record["backward_s"])
+        return cls(forward_s=forward_s, backward_s=backward_s, update_s=record["update_s"])
 
 
 def measure_passes(model: BenchModel, batch: Batch) -> Passes:
@@ -144,7 +146,7 @@ def measure_passes(model: BenchModel, batch: Batch) -> Passes:
         back = [turned_s, *(marks[f"backward {i}"] for i in reversed(range(len(units)))), first_s, ended_s]
         found.append((_lengths(ahead), _lengths(back)[::-1], after_s))
     counted = found[2:]
-    columns = [list(zip(*(step[side] for step in counted))) for side in (0, 1)]  # type: ignore[arg-type]
+    columns = [list(zip(*(step[side] for step in counted))) for side in (0, 1)]
     forward_s, backward_s = (tuple(statistics.median(column) for column in side) for side in columns)
     return Passes(forward_s=forward_s, backward_s=backward_s, update_s=statistics.median(step[2] for step in counted))
 
@@ -175,7 +177,8 @@ class SleepingShards:
         passes: Passes,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.wrapped, self.passes, self.sleep, self._units = module, passes, sleep, units_of(module)
+        self.wrapped: Any = module
+        self.passes, self.sleep, self._units = passes, sleep, units_of(module)
         if len(passes.forward_s) != len(self._units) + 2:
             raise RunError("the passes are of a model with another number of units: measure this model's own")
         of_units = {id(unit): prefix for prefix, unit in module.named_modules()}
