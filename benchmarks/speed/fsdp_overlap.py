@@ -9,6 +9,7 @@ turn every variant takes steps by one set and then by the other, which is first 
 median of all steps, the 20th and 80th percentile, the medians of turns, and ``ratio_to_floor``: the step over
 max(compute, link). Computing is that of the module alone in the same cell. The link's time is the bytes that the
 interfaces counted in these steps over the bandwidth: those of a host, or of a node where the links of nodes are slow.
+``cpu_s_per_step`` is what all ranks took of the cores.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Side:
         self.times: dict[str, list[list[float]]] = {}
         self.moved: dict[str, list[Moved]] = {}
         self.exchange_bytes: dict[str, list[float]] = {}
+        self.cpu_s: dict[str, list[float]] = {}
 
     def build(self, variant: str) -> float:
         """Build a variant and take its first steps; return the seconds of one."""
@@ -108,6 +110,7 @@ class Side:
         joined = max if variant == COMPUTE else fmean
         columns = zip(*(answer["times_s"] for answer in answers))
         self.times.setdefault(variant, []).append([joined(column) for column in columns])
+        self.cpu_s.setdefault(variant, []).append(sum(answer["cpu_s"] for answer in answers) / count)
         sent = sum(answer["counted"].get("exchange_bytes", 0) for answer in answers)
         self.exchange_bytes.setdefault(variant, []).append(sent / len(answers) / count)
 
@@ -169,6 +172,7 @@ def row_of(side: Side, name: str, variant: str, topology: Topology, count: int, 
         "ratio_to_floor": median(times) / floor_s,
         "interface_bytes_per_step": host_bytes,
         "between_bytes_per_step": between_bytes,
+        "cpu_s_per_step": fmean(side.cpu_s[variant]),
         "exchange_bytes_per_step": fmean(side.exchange_bytes[variant]),
     }
 
@@ -179,6 +183,7 @@ def describe(row: dict[str, Any]) -> str:
         f"{row['lab']:34s} {row['compute']:5s} {row['variant']:26s} {row['side']:6s} "
         f"{1e3 * row['step_time_s']:8.1f} ms "
         f"({1e3 * row['percentile_20_s']:.1f} to {1e3 * row['percentile_80_s']:.1f})  "
+        f"cores {1e3 * row['cpu_s_per_step']:.0f}, "
         f"compute {1e3 * row['compute_s']:.1f}, link {1e3 * row['wire_s']:.1f}: {row['ratio_to_floor']:.2f}"
     )
 
