@@ -1,7 +1,7 @@
 """Steps of modules that FSDP2 shards, for the step benchmark: real ones, and ones that sleep.
 
 Each layer of the longest list of layers is a unit, and the module with the rest is the root. Every unit prefetches the
-next one's parameters in forward, as FSDP2 does in backward.
+parameters of the next two units, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ NATIVE = "native"
 """Spec of FSDP2's own exchange."""
 
 REPLICAS = 2
+PREFETCH = 2
+"""Units whose parameters are gathered ahead: while one is on its way, the next does not wait for the slowest rank."""
+
 PROFILED = 8
 """Steps whose passes are measured; the first two are not counted."""
 
@@ -57,8 +60,10 @@ def shard(kind: str, module: nn.Module) -> None:
     for unit in units:
         fully_shard(unit, mesh=mesh)
     root: Any = fully_shard(module, mesh=mesh)
-    for part, following in zip([root, *units], units):
-        part.set_modules_to_forward_prefetch([following])
+    for number, part in enumerate([root, *units]):
+        part.set_modules_to_forward_prefetch(units[number : number + PREFETCH])
+    for number, part in enumerate([*units, root]):
+        part.set_modules_to_backward_prefetch(units[max(0, number - PREFETCH) : number][::-1])
 
 
 class ShardedCompute:
