@@ -12,7 +12,8 @@ max(compute, link). Computing is that of the module alone in the same cell. The 
 interfaces counted in these steps over the bandwidth: those of a host, or of a node where the links of nodes are slow.
 ``cpu_s_per_step`` is what all ranks took of the cores. Between nodes nothing can be sent before the forward pass and
 the backward pass of the last unit have ended, which take ``ahead_s`` where ranks sleep; ``ratio_to_earliest`` is the
-step over max(compute, ahead + link). The file is written after each cell. ``nice`` is for machines that others use.
+step over max(compute, ahead + link). The file is written after each cell, whose rows replace earlier ones. ``nice`` is
+for machines that others use.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.results import ROOT
-from benchmarks.lib.runs import write
+from benchmarks.lib.runs import earlier, write
 from gradwire.model.profile import Timeline
 from gradwire.tools.bench.network_row import Moved, NetworkWatch, wire_floor_s
 from gradwire.tools.bench.ranks import Ranks, open_ranks
@@ -205,6 +206,11 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
+def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return what a row is of; the file has one row of each."""
+    return row["lab"], row["compute"], row["variant"], row["side"]
+
+
 def main() -> None:
     """Measure all cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -215,12 +221,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="of each turn of a variant, about")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rows = []
+    rows = earlier(given.json, "rows")
     with link_of(given.before) as before:
         for compute in given.compute:
             for number in given.cells:
-                for row in measure(*CELLS[number], compute, before, given):
-                    rows.append(row)
+                found = measure(*CELLS[number], compute, before, given)
+                rows = [row for row in rows if key_of(row) not in map(key_of, found)] + found
+                for row in found:
                     print(describe(row), flush=True)
                 write(given.json, model=MODEL, before=given.before, turns=given.turns, nice=os.nice(0), rows=rows)
 
