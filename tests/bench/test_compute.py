@@ -83,7 +83,7 @@ def sleeping(takes_s: float, gradients: dict[str, torch.Tensor] | None = None) -
     made = {name: torch.randn_like(p) for name, p in module.named_parameters()}
     compute = SleepingCompute(module, gradients or made, TIMELINE, CAP_MB, clock, clock.sleep)
     seen = Seen(module, clock, takes_s)
-    compute.ddp.register_comm_hook(None, seen.hook)
+    compute.wrapped.register_comm_hook(None, seen.hook)
     return compute, seen, clock
 
 
@@ -132,7 +132,7 @@ def test_every_step_exchanges_the_same_gradients_though_the_exchange_overwrites_
         last = seen.steps[-1][-1][1]
         assert torch.equal(seen.values, torch.cat([kept[name].flatten() for name in last]))
     assert all(torch.equal(gradients[name], kept[name]) for name in kept)
-    assert all(bool((p.grad == 7.0).all()) for p in compute.ddp.parameters() if p.grad is not None)
+    assert all(bool((p.grad == 7.0).all()) for p in compute.wrapped.parameters() if p.grad is not None)
 
 
 @pytest.mark.usefixtures("alone")
@@ -149,11 +149,11 @@ def test_a_sleeping_models_gradients_are_its_own() -> None:
     batch = model.batch(torch.Generator().manual_seed(0))
     real = make_compute(model, batch, None)
     real.forward().backward()  # type: ignore[no-untyped-call]
-    names = list(dict(real.ddp.module.named_parameters()))
+    names = list(dict(real.wrapped.module.named_parameters()))
     bucket = ReadyBucket(names=tuple(reversed(names)), numel=1, ready_s=0.0)
     still = Timeline(forward_s=0.0, buckets=(bucket,), backward_s=0.0, after_s=0.0)
     asleep: Any = make_compute(model, batch, still)
     asleep.forward().backward()
-    for one, other in zip(real.ddp.parameters(), asleep.ddp.parameters()):
+    for one, other in zip(real.wrapped.parameters(), asleep.wrapped.parameters()):
         assert one.grad is not None
         assert torch.equal(one.grad, other.grad)

@@ -36,6 +36,9 @@ class FakeNetwork:
     def report(self) -> None:
         return None
 
+    def group_counters(self) -> list[FakeCounter]:
+        return []
+
     def counters(self) -> list[FakeCounter]:
         # The second host moves twice as much, the third three times.
         return [FakeCounter(self.moved * (host + 1)) for host in range(HOSTS)]

@@ -1,4 +1,4 @@
-"""A single lane of its own, for exchanges that the calling thread waits for."""
+"""A single lane of its own, for exchanges that the calling thread waits for, at once or later."""
 
 from __future__ import annotations
 
@@ -49,10 +49,24 @@ class SideLane:
         Raises:
             ExchangeError: it failed here or on another rank, or an earlier one did, or the lane was closed.
         """
+        return self.start(generator, where)()
+
+    def start(self, generator: Exchange[T], where: str) -> Callable[[], T]:
+        """Start an exchange; return a function that waits for it and returns its result.
+
+        Raises:
+            ExchangeError: an earlier one failed, or the lane was closed. The function raises it if this one fails.
+        """
         self.failures.refuse()
         if not self.close.alive:  # type: ignore[attr-defined]
             raise ExchangeError(f"this {self._purpose} link was closed: build another one")
-        try:
-            return self.lane.run(generator, where).result()
-        except Exception as error:
-            raise self.failures.record(error, where) from error
+        # The other ranks are told when it fails, not when somebody waits for it.
+        future = self.lane.run(generator, where, fail=lambda error: self.failures.record(error, where))
+
+        def result() -> T:
+            try:
+                return future.result()
+            except Exception as error:
+                raise self.failures.record(error, where) from error
+
+        return result

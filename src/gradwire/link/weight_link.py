@@ -79,8 +79,16 @@ class WeightLink:
         self._side = SideLane(group, mine.circle, "weights")
         self.close: Callable[[], object] = self._side.close
 
-    def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' shards of a unit, float32 ``[world_size, numel]``; ``own`` is the shard of this rank.
+    def start_gather(self, name: str, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to gather all ranks' shards of a unit; call it in the same order on all ranks.
+
+        Args:
+            name: Name of the unit, whose last gather has ended.
+            own: The shard of this rank, which must not change until the gather has ended.
+
+        Returns:
+            A function that waits and returns the shards, float32 ``[world_size, numel]``, valid until the next gather
+            of the unit. It raises an ExchangeError if the gather broke.
 
         Raises:
             ExchangeError: the link is broken or closed.
@@ -90,7 +98,7 @@ class WeightLink:
         self._elements += own.numel() * self.world_size
         context = Context(self.rank, self.world_size, count, bucket, workspace=self._spaces[name])
         exchange = gathered_differences(context, self._known[name], self._coders[name], own)
-        return self._side.run(exchange, f"weights of {name!r}, gather {count}")
+        return self._side.start(exchange, f"weights of {name!r}, gather {count}")
 
     def drift(self) -> dict[str, float]:
         """Return |k - w| / |w| of this rank's shards by unit, with k the last gathered copy and w the weights."""

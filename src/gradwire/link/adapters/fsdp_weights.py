@@ -9,8 +9,8 @@ from torch import nn
 
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
-from gradwire.link.adapters.fsdp import mesh_ranks, units_of
-from gradwire.link.adapters.fsdp_collectives import NamedCollective
+from gradwire.link.adapters.fsdp_collectives import Begun, NamedCollective
+from gradwire.link.adapters.fsdp_units import mesh_ranks, units_of
 from gradwire.link.weight_link import WeightLink
 
 
@@ -46,7 +46,10 @@ def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int,
 
 
 class _Gather:
-    """Gathers a unit's parameters over a weight link; implements FSDP2's protocol ``AllGather``."""
+    """Gathers a unit's parameters over a weight link; implements FSDP2's protocol ``AllGather``.
+
+    A gather runs on the link's thread from its call on, and is waited for before FSDP2 reads the weights.
+    """
 
     def __init__(self, link: WeightLink, module: torch.nn.Module, name: str, group: object) -> None:
         self.link, self._module, self._name = link, module, name
@@ -63,12 +66,17 @@ class _Gather:
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: object, async_op: bool = False
-    ) -> None:
-        """Write all ranks' shards into ``output_tensor``, of which ``input_tensor`` may be this rank's part."""
+    ) -> Begun:
+        """Start to gather all ranks' shards into ``output_tensor``, of which ``input_tensor`` may be a part."""
         if not input_tensor.is_floating_point():
             raise IncompatibleError(
                 f"module {self._name!r} gathers {input_tensor.dtype}, not floating-point weights: leave its weights as "
                 "they are"
             )
-        rows = self.link.gather(self._name, input_tensor)
-        output_tensor.view(rows.shape).copy_(rows)
+        gathered = self.link.start_gather(self._name, input_tensor)
+
+        def finish() -> None:
+            rows = gathered()
+            output_tensor.view(rows.shape).copy_(rows)
+
+        return Begun(finish)

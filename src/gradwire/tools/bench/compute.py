@@ -53,9 +53,13 @@ def steps_of_cell(step_s: Mapping[str, float], left_s: float) -> dict[str, tuple
 
 
 class Compute(Protocol):
-    """The part of a step that is not the exchange."""
+    """The part of a step that is not the exchange.
 
-    ddp: DistributedDataParallel
+    Attributes:
+        wrapped: The module, in DistributedDataParallel or sharded.
+    """
+
+    wrapped: Any
 
     def forward(self) -> Tensor:
         """Run the forward pass and return the loss."""
@@ -83,13 +87,13 @@ class RealCompute:
         module.to(device)
         self.model, self.device = model, device
         self.batch = (batch[0].to(device), batch[1].to(device))
-        self.ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb, init_sync=False)
-        self._optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01)
+        self.wrapped = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb, init_sync=False)
+        self._optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0.01)
 
     def forward(self) -> Tensor:
         """Run the forward pass and return the loss."""
         self._optimizer.zero_grad()
-        return self.model.loss(self.ddp, self.batch)
+        return self.model.loss(self.wrapped, self.batch)
 
     def update(self) -> None:
         """Take the optimizer's step."""
@@ -143,15 +147,15 @@ class SleepingCompute:
         self._backward_began_s = self._hooks_s = 0.0
         module.forward = self._forward
         # With gradients that are views of the buckets, DDP copies neither into nor out of its buckets.
-        self.ddp = DistributedDataParallel(
+        self.wrapped = DistributedDataParallel(
             module, bucket_cap_mb=bucket_cap_mb, init_sync=False, gradient_as_bucket_view=True
         )
-        self._register: Callable[[object, Callable[..., Any]], None] = self.ddp.register_comm_hook
-        self.ddp.register_comm_hook = self._register_timed  # type: ignore[method-assign]
+        self._register: Callable[[object, Callable[..., Any]], None] = self.wrapped.register_comm_hook
+        self.wrapped.register_comm_hook = self._register_timed  # type: ignore[method-assign]
 
     def forward(self) -> Tensor:
         """Sleep through the forward pass and return a token whose backward pass sleeps through the model's."""
-        token: Tensor = self.ddp()
+        token: Tensor = self.wrapped()
         return token
 
     def update(self) -> None:

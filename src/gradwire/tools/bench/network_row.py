@@ -26,12 +26,14 @@ class Moved:
     Attributes:
         bytes: Payload that all hosts sent.
         most_bytes: The same of the host that sent most.
+        between_bytes: Payload that a group sent to the others: that of the group that sent most.
         again: Segments that TCP sent again, on all hosts.
         report: What the relay counted, if there is one.
     """
 
     bytes: int
     most_bytes: int
+    between_bytes: int = 0
     again: int = 0
     report: RelayReport | None = None
 
@@ -46,19 +48,27 @@ class NetworkWatch:
 
     def __init__(self, network: Network, topology: Topology) -> None:
         self._network, self._impaired = network, topology.impaired
-        self._counters = network.counters()
+        self._counters, self._groups = network.counters(), network.group_counters()
         self._again = network.retransmitted() if self._impaired else []
         self._report = network.report() if self._impaired else None
 
     def moved(self) -> Moved:
         """Return what has passed since then."""
-        sent = [b.since(a).sent_payload_bytes for a, b in zip(self._counters, self._network.counters())]
+        sent, crossed = (
+            [b.since(a).sent_payload_bytes for a, b in zip(before, now)]
+            for before, now in (
+                (self._counters, self._network.counters()),
+                (self._groups, self._network.group_counters()),
+            )
+        )
+        total, most, between = sum(sent), max(sent), max(crossed, default=0)
         if not self._impaired:
-            return Moved(bytes=sum(sent), most_bytes=max(sent))
+            return Moved(bytes=total, most_bytes=most, between_bytes=between)
         report = self._network.report()
         return Moved(
-            bytes=sum(sent),
-            most_bytes=max(sent),
+            bytes=total,
+            most_bytes=most,
+            between_bytes=between,
             again=sum(self._network.retransmitted()) - sum(self._again),
             report=report.since(self._report) if report and self._report else None,
         )
@@ -77,6 +87,18 @@ def bytes_agree(gap: float, sent_bytes: float, again: float, peers: int) -> bool
     """
     uncounted = CARRIER_BYTES * peers + SEGMENT_BYTES * again
     return -BYTES_TOLERANCE <= gap <= BYTES_TOLERANCE + uncounted / sent_bytes
+
+
+def wire_floor_s(topology: Topology, host_bytes: float, between_bytes: float = 0.0) -> float:
+    """Return the least seconds in which the slowest links carry what a host sends, and what a group sends the others.
+
+    Links without a limit take no time.
+    """
+    hosts = [r for h in range(topology.hosts) for r in (topology.send_rate(h), topology.receive_rate(h)) if r]
+    groups = [r for g in range(topology.groups) for r in topology.between_rates(g) if r]
+    return max(
+        8 * sent / min(rates) if rates else 0.0 for sent, rates in ((host_bytes, hosts), (between_bytes, groups))
+    )
 
 
 def network_fields(network: Network | None, moved: Sequence[Moved], steps: int, hosts: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from gradwire.model.schedule import Load
 from gradwire.tools.bench.models import bench_model
 from gradwire.tools.bench.ranks import Deadline
 from gradwire.tools.bench.step import StepGrid, compute_of, measure_grid, read_rows
-from gradwire.tools.bench.variants import COMPUTE
+from gradwire.tools.bench.variants import COMPUTE, is_sharded
 from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.lab import Topology
 
@@ -77,7 +77,7 @@ def cases_of(
     for row in rows:
         variant = row["variant"]
         spec = OWN.get(variant) or variant.partition(" ")[2]
-        if variant in (COMPUTE, "ddp powersgd") or spec == "auto":
+        if variant in (COMPUTE, "ddp powersgd") or spec == "auto" or is_sharded(variant):
             continue
         key = row["model"], row["hosts"], variant
         timeline = timelines.get(key[:2])

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gradwire.model.profile import Timeline
 from gradwire.tools.bench.models import bench_model
 from gradwire.tools.bench.profile import profile_name
+from gradwire.tools.bench.sharded import Passes, measure_passes
 from gradwire.tools.bench.variants import Variant
 
 ENVIRONMENT = "GRADWIRE_BENCH"
@@ -38,6 +39,7 @@ class Rank:
         self.batch = self.model.batch(torch.Generator().manual_seed(dist.get_rank()))
         self.variants: dict[str, Variant] = {}
         self.sleeps: Timeline | None = None
+        self.passes: Passes | None = None
 
     def profile(self) -> dict[str, Any]:
         """Measure the model's timeline on rank 0 while the other ranks wait."""
@@ -45,16 +47,29 @@ class Rank:
         dist.barrier()
         return {"timeline": found}
 
-    def sleep(self, timeline: dict[str, Any]) -> dict[str, Any]:
-        """Let all variants built from now on sleep through a timeline instead of computing."""
-        self.sleeps = Timeline.from_json(timeline)
+    def profile_passes(self) -> dict[str, Any]:
+        """Measure the passes of the model's units on rank 0 while the other ranks wait."""
+        found = measure_passes(self.model, self.batch).to_json() if dist.get_rank() == 0 else None
+        dist.barrier()
+        return {"passes": found}
+
+    def sleep(self, timeline: dict[str, Any], passes: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Let all variants built from now on sleep through a timeline instead of computing.
+
+        Args:
+            timeline: The timeline.
+            passes: How sharded modules divide it among their units; None: measured when they are built.
+        """
+        self.sleeps, self.passes = Timeline.from_json(timeline), Passes.from_json(passes) if passes else None
         return {}
 
     def build(self, variant: str) -> dict[str, Any]:
         """Build a variant; one of that name is replaced."""
         if variant in self.variants:
             self.variants.pop(variant).close()
-        built = self.variants[variant] = Variant.build(variant, self.model, self.batch, self.sleeps, self.device)
+        built = self.variants[variant] = Variant.build(
+            variant, self.model, self.batch, self.sleeps, self.device, self.passes
+        )
         return {"numel": built.numel}
 
     def steps(self, variant: str, count: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import IO, Any
@@ -62,12 +62,20 @@ class Ranks:
         network: Emulated cluster to run on; None: loopback.
         deadline: Deadline for all answers; None: no limit.
         device: "cuda": each rank computes on one of this machine's GPUs.
+        variables: Further environment variables of the ranks.
     """
 
     def __init__(
-        self, model: str, hosts: int, network: Network | None, deadline: Deadline | None = None, device: str = "cpu"
+        self,
+        model: str,
+        hosts: int,
+        network: Network | None,
+        deadline: Deadline | None = None,
+        device: str = "cpu",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.hosts, self.network, self.deadline = hosts, network, deadline
+        self._variables = dict(variables or {})
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs: list[IO[bytes]] = []
         port, given = _free_port(), {"model": model}
@@ -85,12 +93,13 @@ class Ranks:
         command = [sys.executable, "-m", "gradwire.tools.bench.rank"]
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._logs[host]}
         if self.network is not None:
-            return start(self.network, host, command, variables | environment(self.network, host), **options)
+            variables |= environment(self.network, host) | self._variables
+            return start(self.network, host, command, variables, **options)
         variables |= {"RANK": str(host), "WORLD_SIZE": str(self.hosts), **loopback()}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             command,
-            env={**os.environ, **variables},
+            env={**os.environ, **variables, **self._variables},
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
             **options,
@@ -176,8 +185,13 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def open_ranks(
-    model: str, hosts: int, network: Network | None, deadline: Deadline | None = None, device: str = "cpu"
+    model: str,
+    hosts: int,
+    network: Network | None,
+    deadline: Deadline | None = None,
+    device: str = "cpu",
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Ranks]:
     """Start ranks for the body and end them after it, also if this process is told to end."""
-    with termination_unwinds(), Ranks(model, hosts, network, deadline, device) as ranks:
+    with termination_unwinds(), Ranks(model, hosts, network, deadline, device, variables) as ranks:
         yield ranks

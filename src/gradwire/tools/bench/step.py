@@ -23,12 +23,12 @@ import torch
 from gradwire.tools.bench.compute import COMPUTE_KINDS, TURNS, steps_of_budget, steps_of_cell
 from gradwire.tools.bench.device_kernels import check_cuda
 from gradwire.tools.bench.models import bench_model
-from gradwire.tools.bench.network_row import NetworkWatch, bytes_agree, network_fields
+from gradwire.tools.bench.network_row import NetworkWatch, bytes_agree, network_fields, wire_floor_s
 from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, Ranks, open_ranks
-from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
+from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes, is_sharded
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.run_record import hardware, versions
-from gradwire.tools.lab import Network, Rate, Topology, format_rate, open_network
+from gradwire.tools.lab import Network, Topology, format_rate, open_network
 
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
@@ -224,7 +224,7 @@ class Cell:
             if self.grid.compute == "cuda":
                 row["device"] = torch.cuda.get_device_name()
             row["speedup_over_ddp_fp32"] = reference / row["step_time_s"] if reference else None
-            if name.startswith("gradwire"):
+            if name.startswith("gradwire") or is_sharded(name):
                 with contextlib.suppress(OutOfTimeError):
                     row["record"] = self.ranks.ask("record", variant=name)[0]["record"]
         return list(rows.values())
@@ -258,7 +258,8 @@ class Cell:
         watch = NetworkWatch(self.network, self.topology) if self.network else None
         answers = self.ranks.ask("steps", variant=name, count=steps)
         moved = watch.moved() if watch else None
-        counted = [a["counted"]["sent_bytes"] for a in answers if a["counted"]]
+        # Of a sharded module, the interfaces alone count all bytes.
+        counted = [a["counted"]["sent_bytes"] for a in answers if "sent_bytes" in a["counted"]]
         return {
             # An exchange keeps ranks in step, so the mean is the step's time; without one, the slowest rank counts.
             "times_s": [
@@ -281,8 +282,8 @@ class Cell:
         moved = sum(m.bytes for m in passed) / steps / hosts if self.network else None
         again = sum(m.again for m in passed) / steps / hosts
         most = max(sent or 0.0, moved or 0.0)
-        slowest = _slowest(self.topology)
-        floor_s = max(compute_s, 8 * (most if sent is None else sent) / slowest if slowest else 0.0)
+        between = sum(m.between_bytes for m in passed) / steps
+        floor_s = max(compute_s, wire_floor_s(self.topology, most if sent is None else sent, between))
         gap = moved / sent - 1 if moved is not None and sent else None
         low, *_, high = quantiles(times, n=5) if len(times) > 1 else (times[0], times[0])
         return {
@@ -312,11 +313,6 @@ class Cell:
             **{k: v for k, v in hardware().items() if k in ("processor", "cores")},
             **{f"{name}_version": version for name, version in versions().items()},
         }
-
-
-def _slowest(topology: Topology) -> Rate:
-    rates = [r for h in range(topology.hosts) for r in (topology.send_rate(h), topology.receive_rate(h)) if r]
-    return min(rates, default=None)
 
 
 def _place(grid: StepGrid, topology: Topology) -> str:

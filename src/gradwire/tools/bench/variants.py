@@ -1,4 +1,4 @@
-"""The exchanges of the step benchmark: computing alone, DDP's own hooks, and gradwire's methods."""
+"""The exchanges of the step benchmark: computing alone, DDP's own hooks, gradwire's methods, and sharded modules."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.exchange.drivers import Span, Trace
 from gradwire.model.profile import Recorder, Timeline
 from gradwire.tools.bench.compute import CPU, Compute, make_compute
 from gradwire.tools.bench.models import Batch, BenchModel
+from gradwire.tools.bench.sharded import NATIVE, SHARDED, WEIGHTS, Passes, make_sharded
 from gradwire.tools.experiments.errors import UsageError
 
 COMPUTE = "compute"
@@ -27,7 +29,9 @@ ONE_BUCKET_MB = 4096
 
 
 def check_variant(name: str) -> str:
-    """Return the name if it is that of a variant: a known one, or ``gradwire SPEC``.
+    """Return the name if it is that of a variant: a known one, ``gradwire SPEC``, or one of a sharded module.
+
+    Sharded are ``fsdp SPEC``, ``fsdp+weights SPEC`` and ``hsdp SPEC``, with ``native`` for FSDP2's own exchange.
 
     Raises:
         UsageError: there is no such variant; the message lists the known ones.
@@ -36,11 +40,21 @@ def check_variant(name: str) -> str:
     if name == COMPUTE or name in DDP_VARIANTS:
         return name
     kind, _, spec = name.partition(" ")
-    if kind != "gradwire" or not spec:
+    if kind not in ("gradwire", *SHARDED) or not spec:
         known = ", ".join((COMPUTE, *DDP_VARIANTS))
-        raise UsageError(f"variant {name!r}: known are {known}, and 'gradwire SPEC' with any method")
-    gw.method(spec)
+        sharded = ", ".join(f"'{kind} SPEC'" for kind in SHARDED)
+        raise UsageError(
+            f"variant {name!r}: known are {known}, 'gradwire SPEC' with any method, and on sharded modules {sharded}, "
+            f"with any method or {NATIVE}"
+        )
+    if not is_sharded(name) or spec != NATIVE:
+        gw.method(spec)
     return name
+
+
+def is_sharded(name: str) -> bool:
+    """Return whether a variant's module is sharded by FSDP2, whose own collectives no link counts."""
+    return name.partition(" ")[0] in SHARDED
 
 
 def dense_wire_bytes(name: str, numel: int, world_size: int) -> int | None:
@@ -58,10 +72,17 @@ class Variant:
     compute: Compute
     link: gw.Link | None
     recorder: Recorder | None
+    weights: gw.WeightLink | None = None
 
     @classmethod
     def build(
-        cls, name: str, model: BenchModel, batch: Batch, timeline: Timeline | None = None, device: torch.device = CPU
+        cls,
+        name: str,
+        model: BenchModel,
+        batch: Batch,
+        timeline: Timeline | None = None,
+        device: torch.device = CPU,
+        passes: Passes | None = None,
     ) -> Variant:
         """Build a variant (collective); all variants start from the same weights on every rank.
 
@@ -71,10 +92,13 @@ class Variant:
             batch: This rank's batch.
             timeline: Timeline to sleep through instead of the model's passes; None: compute for real.
             device: Where to compute for real.
+            passes: How a sharded module that sleeps divides the timeline among its units; None: measured on rank 0.
         """
+        if is_sharded(name):
+            return cls._sharded(name, model, batch, timeline, passes)
         powersgd = name == "ddp powersgd"
         compute = make_compute(model, batch, timeline, ONE_BUCKET_MB if powersgd else None, device)
-        ddp, link, recorder = compute.ddp, None, None
+        ddp, link, recorder = compute.wrapped, None, None
         if name == COMPUTE:
             recorder = Recorder(ddp)
         elif powersgd:
@@ -86,10 +110,20 @@ class Variant:
             link = gw.attach(ddp, name.partition(" ")[2])
         return cls(compute, link, recorder)
 
+    @classmethod
+    def _sharded(
+        cls, name: str, model: BenchModel, batch: Batch, timeline: Timeline | None, passes: Passes | None
+    ) -> Variant:
+        kind, _, spec = name.partition(" ")
+        compute = make_sharded(kind, model, batch, timeline, passes)
+        link = None if spec == NATIVE else gw.attach(compute.wrapped, spec)
+        weights = gw.compress_weights(compute.wrapped) if kind == WEIGHTS else None
+        return cls(compute, link, None, weights)
+
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return sum(parameter.numel() for parameter in self.compute.ddp.parameters())
+        return sum(parameter.numel() for parameter in self.compute.wrapped.parameters())
 
     def trace(self, count: int) -> list[Span]:
         """Take steps and return the spans of this thread and of the link's lanes."""
@@ -138,13 +172,15 @@ class Variant:
         return times
 
     def counts(self) -> dict[str, Any]:
-        """Return the link's counters so far."""
+        """Return the link's counters so far; of a sharded module's bytes they are only a part."""
         if self.link is None:
             return {}
         t, d = self.link.traffic(), self.link.diagnostics()
-        return {"sent_bytes": t.sent_bytes + t.buffer_bytes, **{k: d[k] for k in ("encode_s", "wire_s", "decode_s")}}
+        bytes_ = "sent_bytes" if isinstance(self.compute.wrapped, DistributedDataParallel) else "exchange_bytes"
+        return {bytes_: t.sent_bytes + t.buffer_bytes, **{k: d[k] for k in ("encode_s", "wire_s", "decode_s")}}
 
     def close(self) -> None:
-        """Close the link, if there is one."""
-        if self.link is not None:
-            self.link.close()
+        """Close the links, if there are any."""
+        for link in (self.link, self.weights):
+            if link is not None:
+                link.close()

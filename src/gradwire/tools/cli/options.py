@@ -216,7 +216,11 @@ class StepOptions:
     congestion: Congestion = None
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="compute, 'ddp fp32', 'ddp fp16', 'ddp powersgd', 'gradwire SPEC'; repeatable"),
+        typer.Option(
+            help="compute, 'ddp fp32', 'ddp fp16', 'ddp powersgd', 'gradwire SPEC'; on modules sharded by FSDP2 "
+            "'fsdp SPEC', 'fsdp+weights SPEC' (gathers of weights compressed as well), 'hsdp SPEC' (two replicas), "
+            "SPEC may be native; repeatable"
+        ),
     ] = None
     lab: Annotated[
         str | None,
