@@ -32,7 +32,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.runs import earlier, write
-from benchmarks.trials.mortal import ATTACH, BEFORE, MANNERS, STORES, WAYS, Kill, request
+from benchmarks.trials.moments import ATTACH, BEFORE
+from benchmarks.trials.mortal import MANNERS, STORES, Kill, request
+from benchmarks.trials.ways import WAYS
 
 LIMIT_S = 5.0
 VICTIM_0_EVERY = 3

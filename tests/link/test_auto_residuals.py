@@ -127,7 +127,8 @@ class Ledger:
         for name, p in self.parameters.items():
             assert p.grad is not None
             self.came[name] += p.grad.double()
-        self.bits.append(crc32(b"".join(p.grad.numpy().tobytes() for p in self.parameters.values() if p.grad is not None)))
+        outcomes = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self.bits.append(crc32(b"".join(grad.numpy().tobytes() for grad in outcomes)))
 
     def off(self, link: gw.Link) -> float:
         """Return the largest part of an element that neither came nor waits in a residual."""

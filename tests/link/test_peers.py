@@ -363,13 +363,38 @@ def test_where_nobody_ended_those_are_named_that_give_no_sign(monkeypatch: pytes
         # One that is watched beside the group counts, and one that hangs more than one that never came.
         first, *_ = circles(monkeypatch, made, [0, 1], [2, 7])
         knows(made[0], 2).heard_s = time.monotonic() - 60
-        assert first.explain() == "rank 2 hangs: no sign of it for 60 s (stopped, or its machine is gone)"
+        said = "rank 2 hangs, or the network between it and rank 0 is silent: no sign of it for 60 s"
+        assert first.explain() == said
         knows(made[0], 2).heard_s = time.monotonic()
         assert first.explain() == "rank 7 never came here (it ended before, or is out of reach)"
         # Of several that never came, those that are only late are not accused.
         first, *_ = circles(monkeypatch, made, [0, 1], [7, 9])
         said = "one of ranks 7, 9, or several, ended before they came here, or are out of reach; others may be late"
         assert first.explain() == said
+
+
+def test_who_reads_of_a_silence_reads_both_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATIENCE_S", "STRANGE_S"):
+        monkeypatch.setattr(circle, name, 0.0)
+    with watches(3) as (_, made):
+        first, second, _ = circles(monkeypatch, made, [0, 1, 2])
+        knows(made[0], 2).heard_s = time.monotonic() - 60
+        said = "rank 2 hangs, or the network between it and rank 0 is silent: no sign of it for 60 s"
+        assert first.explain() == said
+        assert until(lambda: bool(knows(made[1], 0).notices))
+        # Rank 1 hears both.
+        assert second.explain() == said
+
+
+def test_a_rank_that_hears_nobody_suspects_its_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATIENCE_S", "STRANGE_S"):
+        monkeypatch.setattr(circle, name, 0.0)
+    with watches(3) as (_, made):
+        *_, third = circles(monkeypatch, made, [0, 1, 2])
+        for rank in (0, 1):
+            knows(made[2], rank).heard_s = time.monotonic() - 60
+        said = "rank 2 hears no other rank: no sign of ranks 0, 1 for 60 s, so that its own network is silent"
+        assert third.explain().startswith(said)
 
 
 class _Gone:

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -196,11 +196,27 @@ class Circle:
         if watch.storeless and not met:
             return Blame((), without_store())
         if met:
-            why = "(stopped, or its machine is gone)"
-            parts = [f"rank {rank} hangs: no sign of it for {s:.0f} s {why}" for rank, s in met.items()]
+            parts = self._no_sign_of(met)
         else:
             parts = [_never_came(list(quiet))]
         return Blame(tuple(met or quiet), "; ".join(parts))
+
+
+    def _no_sign_of(self, silent_s: Mapping[int, float]) -> list[str]:
+        """Return the explanations about ranks that gave no sign for some seconds, each with both ends of the silence.
+
+        Others read them, too, and may hear the rank that this one does not hear.
+        """
+        if len(silent_s) == len(self._depends) > 1:
+            told = ", ".join(map(str, sorted(silent_s)))
+            return [
+                f"rank {self.rank} hears no other rank: no sign of ranks {told} for {max(silent_s.values()):.0f} s, so "
+                "that its own network is silent, or all of them are stopped"
+            ]
+        return [
+            f"rank {rank} hangs, or the network between it and rank {self.rank} is silent: no sign of it for {s:.0f} s"
+            for rank, s in silent_s.items()
+        ]
 
 
 def _never_came(ranks: list[int]) -> str:
