@@ -386,6 +386,15 @@ def test_who_reads_of_a_silence_reads_both_its_ends(monkeypatch: pytest.MonkeyPa
         assert second.explain() == said
 
 
+def test_a_silence_that_ends_while_the_reason_is_sought_is_still_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watches(3) as (_, made):
+        first, *_ = circles(monkeypatch, made, [0, 1, 2])
+        knows(made[0], 2).heard_s = time.monotonic() - 20
+        assert "no sign of it for 20 s" in first.explain()
+        # It has been heard meanwhile.
+        assert until(lambda: time.monotonic() - (knows(made[0], 2).heard_s or 0.0) < 10)
+
+
 def test_a_rank_that_hears_nobody_suspects_its_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PATIENCE_S", "STRANGE_S"):
         monkeypatch.setattr(circle, name, 0.0)

@@ -26,7 +26,7 @@ STRANGE_S = 2.0
 """Time that it waits for the reason if it is not connected to all ranks."""
 
 ORDER_S = 1.0
-"""Time that it waits for another reason if it knows only of an orderly end of a rank."""
+"""Time that it waits for another reason if it knows only of an orderly end of a rank, or of a silence."""
 
 RECENT_S = 10.0
 """Largest age of a failure of another link that may explain why a rank is missing in this one."""
@@ -173,11 +173,14 @@ class Circle:
             return Blame((), "it has no other ranks")
         began_s = time.monotonic()
         with watch.changed:
+            # A silence may end while this rank waits for another reason.
+            silent_s = _known(watch.quiet(self._depends, began_s))
             while watch.judge(self._depends, self.token, orderly=False) is None:
                 # A rank that closed its link or ended in an orderly way may be about to send another notice.
                 in_order = watch.judge(self._depends, self.token) is not None
                 met = None not in watch.quiet(self._depends, began_s).values()
-                patience_s = ORDER_S if in_order else PATIENCE_S if met else STRANGE_S
+                # Ranks that hear both ends of a silence wait for these to tell them.
+                patience_s = ORDER_S if in_order or silent_s else PATIENCE_S if met else STRANGE_S
                 left_s = began_s + patience_s - time.monotonic()
                 if left_s <= 0:
                     break
@@ -185,14 +188,15 @@ class Circle:
             else:
                 watch.changed.wait(SETTLE_S)
             found = watch.judge(self._depends, self.token, elsewhere_since_s=began_s - RECENT_S)
-        return found or self._of_the_quiet(watch)
+        return found or self._of_the_quiet(watch, silent_s)
 
-    def _of_the_quiet(self, watch: Watch) -> Blame:
+    def _of_the_quiet(self, watch: Watch, before_s: Mapping[int, float]) -> Blame:
+        """Blame the ranks without a sign of life now, or else those without one when the collective broke."""
         quiet = watch.quiet(self._depends, time.monotonic())
-        if not quiet:
+        met = _known(quiet) or before_s
+        if not (quiet or met):
             alive = "all ranks are alive; the network between them broke, or the timeout of the group is too short"
             return Blame((), alive)
-        met = {rank: silent_s for rank, silent_s in quiet.items() if silent_s is not None}
         if watch.storeless and not met:
             return Blame((), without_store())
         if met:
@@ -200,7 +204,6 @@ class Circle:
         else:
             parts = [_never_came(list(quiet))]
         return Blame(tuple(met or quiet), "; ".join(parts))
-
 
     def _no_sign_of(self, silent_s: Mapping[int, float]) -> list[str]:
         """Return the explanations about ranks that gave no sign for some seconds, each with both ends of the silence.
@@ -217,6 +220,11 @@ class Circle:
             f"rank {rank} hangs, or the network between it and rank {self.rank} is silent: no sign of it for {s:.0f} s"
             for rank, s in silent_s.items()
         ]
+
+
+def _known(quiet_s: Mapping[int, float | None]) -> dict[int, float]:
+    """Return the quiet ranks that were connected once."""
+    return {rank: silent_s for rank, silent_s in quiet_s.items() if silent_s is not None}
 
 
 def _never_came(ranks: list[int]) -> str:
