@@ -78,7 +78,8 @@ def residuals_section() -> list[str]:
             took[name] += f" (`{choice}`)"
             chosen.add(choice)
         hook, auto = (
-            f"{100 * off:+.0f} ± {200 * error:.0f} %" for off, error in (relative(cell, ALL, v) for v in (HOOK, CAREFUL))
+            f"{100 * off:+.0f} ± {200 * error:.0f} %"
+            for off, error in (relative(cell, ALL, v) for v in (HOOK, CAREFUL))
         )
         lines.append(
             f"| {model} | {hosts} | {speed(rate)} | {1e3 * delay_s:g} | {took[HOOK]} | {took[CAREFUL]} | {took[ALL]} |"

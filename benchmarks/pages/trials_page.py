@@ -176,9 +176,7 @@ def _outages() -> list[str]:
     return [
         f"{OUTAGES.format(ways=ways, **found)} {_where(found)}",
         "",
-        *_table(
-            ("kind of link", "short: good", "cost, s", "long: good", "latest error, s", "address: good"), table
-        ),
+        *_table(("kind of link", "short: good", "cost, s", "long: good", "latest error, s", "address: good"), table),
         *(
             f"\n- {row['kind']}, {row['way']}, {row.get('moment')}: {row['errors']}"
             for row in found["rows"]

@@ -2,9 +2,9 @@
 
     sudo env "PATH=$PATH" python benchmarks/trials/outages.py --json benchmarks/results/trials/trials_outages.json
 
-Three or four hosts of an emulated cluster train by one kind of link (``ways.py``), over TCP. When one of them comes to a
-phase, it says so, and waits until links are silent: while links are built, between two exchanges, before or behind one
-of the collectives of an exchange, or in ``gw.save``. Three kinds of trials:
+Three or four hosts of an emulated cluster train by one kind of link (``ways.py``), over TCP. When one of them comes to
+a phase, it says so, and waits until links are silent: while links are built, between two exchanges, before or behind
+one of the collectives of an exchange, or in ``gw.save``. Three kinds of trials:
 
 - *short*: for ten seconds, one host's link is silent, or two hosts do not hear each other. It is good if the training
   goes on to the bits of one without an outage, on every rank, without an error.
@@ -50,7 +50,7 @@ PORT = 29600
 
 
 def phases(calls: dict[str, int], way: str) -> list[tuple[str, int, bool]]:
-    """Return moments, collectives before the outage, and whether one has begun: the first, a middle and the last one."""
+    """Return moments, collectives before the outage, and whether one has begun: the first, a middle and the last."""
     found = [(BETWEEN, 0, False)]
     for moment in (ATTACH, WITHIN, SAVE):
         count = calls[moment]
@@ -155,7 +155,9 @@ class Cluster:
         return line
 
 
-def judged(kind: str, hosts: tuple[int, ...], rows: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+def judged(
+    kind: str, hosts: tuple[int, ...], rows: list[dict[str, Any]], plain: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the verdict on a trial, given what became of its ranks with and without an outage."""
     texts = [row.get("link_error") or row.get("text") or "" for row in rows]
     if kind == "short":

@@ -60,9 +60,7 @@ def loss_of(module: nn.Module, width: int, rank: int, step: int) -> torch.Tensor
     return loss
 
 
-def steps(
-    module: nn.Module, width: int, optimizer: torch.optim.Optimizer, after: Callable[[], object] = int
-) -> Worker:
+def steps(module: nn.Module, width: int, optimizer: torch.optim.Optimizer, after: Callable[[], object] = int) -> Worker:
     """Take steps for ever; ``after`` is called behind each backward pass."""
     for step in itertools.count():
         optimizer.zero_grad()

@@ -133,7 +133,10 @@ def test_train_and_report_say_what_auto_took(tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert call("train", "digits", *SIMULATED, "--out", out).exit_code == 0
     config = json.loads((out / "config.json").read_text())
-    for chosen, text in (("bf16", "terngrad: auto took bf16 (quick): it keeps a residual"), (None, "terngrad: auto had not chosen yet")):
+    for chosen, text in (
+        ("bf16", "terngrad: auto took bf16 (quick): it keeps a residual"),
+        (None, "terngrad: auto had not chosen yet"),
+    ):
         note = chosen and "it keeps a residual"
         config["link"]["choice"] = {"chosen": chosen, "reason": "quick", "note": note, "step_s": {}, "left_out": {}}
         (out / "config.json").write_text(json.dumps(config))

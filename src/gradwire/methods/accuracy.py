@@ -1,4 +1,4 @@
-"""Final accuracies of methods in the committed tables, which ``auto`` and ``gradwire plan`` state beside their speed."""
+"""Final accuracies of methods in the committed tables, which ``auto`` and ``gradwire plan`` state beside speed."""
 
 from __future__ import annotations
 

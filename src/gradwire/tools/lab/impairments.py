@@ -109,8 +109,9 @@ class Outage:
 
     @classmethod
     def parse(cls, text: str) -> Outage:
-        """Read ``10s@60s``, ten seconds from the sixtieth second on; ``10s@60s:host2`` for one host's link; or
-        ``10s@60s:host2-host3`` for what two hosts send to each other.
+        """Read ``10s@60s``, ten seconds from the sixtieth second on.
+
+        ``10s@60s:host2`` is an outage of one host's link, ``10s@60s:host2-host3`` one of what two send to each other.
 
         Raises:
             HyperparameterError: the text is something else.
@@ -118,7 +119,8 @@ class Outage:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)s@(\d+(?:\.\d+)?)s(?::host(\d+)(?:-host(\d+))?)?", text.strip())
         if not found:
             raise HyperparameterError(
-                f"outage {text!r}: a length and a beginning are needed, such as 10s@60s, or 10s@60s:host2 for one host, or host2-host3 for two"
+                f"outage {text!r}: a length and a beginning are needed, such as 10s@60s, or 10s@60s:host2 for one"
+                " host, or 10s@60s:host2-host3 for what two send to each other"
             )
         host, peer = (None if number is None else int(number) for number in found.group(3, 4))
         return cls(lasts_s=float(found[1]), from_s=float(found[2]), host=host, peer=peer)
