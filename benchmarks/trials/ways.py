@@ -122,6 +122,7 @@ def halos(spec: str) -> Callable[[int], Worker]:
         training, features = torch.ones(60, dtype=torch.bool), torch.randn(60, 5, generator=draw)
         graph = Graph(symmetrised(edges, 60), features, labels, training, ~training)
         part = subgraphs(graph, partition(graph, dist.get_world_size(), "random", seed=1))[dist.get_rank()]
+        torch.manual_seed(0)
         model = GCN(5, 3, width=8, layers=2)
         yield
         halo = gw.HaloLink(part.boundary, spec, steps=STEPS)
