@@ -51,7 +51,8 @@ other.
 
 - *short*: for {short_s:g} s. The training must go on, to the bits of one without an outage on every rank, without an
   error. The cost is its time over that of the training without an outage. TCP sends again after pauses that double, so
-  that it notices the end of an outage up to as late as the outage was long.
+  that it notices the end of an outage up to as late as the outage was long. Costs leave out the {unnoticed} trials in
+  which two hosts were silenced that exchange nothing with each other.
 - *long*: for longer than the timeout of the process group, {impatient_s:g} s here. Every rank must end by an error that
   names two ranks between which there was silence, and no two others, within {limit_s:g} s of the timeout.
 - *address*: one host has another address from then on. Gloo's connections end with the old address and are not made
@@ -166,7 +167,7 @@ def _outages() -> list[str]:
             mine = by_kind.get(kind, [])
             cells.append(f"{sum(row['good'] for row in mine)} of {len(mine)}" if mine else "-")
             if kind == "short":
-                costs = sorted(row["cost_s"] for row in mine if row.get("cost_s") is not None)
+                costs = sorted(row["cost_s"] for row in mine if row.get("cost_s") is not None and not row["unnoticed"])
                 cells.append(f"{costs[0]:.1f} to {costs[-1]:.1f}" if costs else "-")
             elif kind == "long":
                 late = [s for row in mine for s in row.get("raised_s", ()) if s is not None]
@@ -174,7 +175,7 @@ def _outages() -> list[str]:
         table.append(cells)
     ways = len({row["way"] for row in found["rows"]})
     return [
-        f"{OUTAGES.format(ways=ways, **found)} {_where(found)}",
+        f"{OUTAGES.format(ways=ways, unnoticed=found['summary']['short']['unnoticed'], **found)} {_where(found)}",
         "",
         *_table(("kind of link", "short: good", "cost, s", "long: good", "latest error, s", "address: good"), table),
         *(

@@ -55,6 +55,8 @@ def drawn(seed: int, number: int) -> Kill:
 
 def names(text: str, rank: int, victim: int) -> bool:
     """Return whether a rank's error names the victim, and blames nobody else."""
+    # Who missed the victim is no cause.
+    text = re.sub(r"never came to rank \d+|between it and rank \d+", "never came", text)
     named = {int(found) for found in re.findall(r"rank (\d+)", text)}
     blames_itself = re.search(rf"rank {rank} (ended|failed|hangs|closed|never)", text)
     return victim in named and named <= {victim, rank} and not blames_itself

@@ -7,7 +7,8 @@ a phase, it says so, and waits until links are silent: while links are built, be
 one of the collectives of an exchange, or in ``gw.save``. Three kinds of trials:
 
 - *short*: for ten seconds, one host's link is silent, or two hosts do not hear each other. It is good if the training
-  goes on to the bits of one without an outage, on every rank, without an error.
+  goes on to the bits of one without an outage, on every rank, without an error. So it must in a *long* trial of two
+  hosts that exchange nothing with each other, such as two that are no neighbours in a ring.
 - *long*: the same, for longer than the timeout of the process group. It is good if every rank ends by an error that
   names two ranks between which there was silence, and no two others, within ``LIMIT_S`` of the timeout.
 - *address*: one host has another address from then on. Gloo's connections end with the old one, so that no training
@@ -43,10 +44,13 @@ IMPATIENT_S = 6.0
 LIMIT_S = 6.0
 """Seconds after the timeout within which every rank must have ended by its error."""
 
+UNNOTICED_S = SHORT_S / 2
+"""A short trial that costs less has silenced two hosts that exchange nothing."""
+
 KINDS = ("short", "long", "address")
 ADDRESS_WAYS = ("Link", "DDP, two-shot", "gossip")
 CLUSTER = Topology(hosts=4, bandwidth=200e6, impairments=Impairments(delay_s=0.005))
-PORT = 29600
+PORT, END_S = 29600, 2.0
 
 
 def phases(calls: dict[str, int], way: str) -> list[tuple[str, int, bool]]:
@@ -74,9 +78,16 @@ def named(text: str) -> set[tuple[int, int]]:
     pairs = {
         (int(a), int(b)) for a, b in re.findall(r"rank (\d+) hangs, or the network between it and rank (\d+)", text)
     }
+    pairs |= {(int(a), int(b)) for a, b in re.findall(r"rank (\d+) never came to rank (\d+)", text)}
     for rank, others in re.findall(r"rank (\d+) hears no other rank: no sign of ranks ([\d, ]+) for", text):
         pairs |= {(int(rank), int(other)) for other in others.split(",")}
     return pairs
+
+
+def suspected(text: str) -> list[set[tuple[int, int]]]:
+    """Return sets of pairs of ranks, in each of which, an error says, one pair at least did not meet."""
+    pattern = r"one of ranks ([\d, ]+), or several, ended before they came to rank (\d+)"
+    return [{(int(rank), int(other)) for other in others.split(",")} for others, rank in re.findall(pattern, text)]
 
 
 def was_silent(pair: tuple[int, int], hosts: tuple[int, ...]) -> bool:
@@ -128,8 +139,14 @@ class Cluster:
             return rows
 
     def close(self) -> None:
-        """End the process that forks workers."""
-        self._server.communicate()
+        """End the process that forks workers, also in the middle of a trial: the network ends its workers."""
+        if self._server.stdin:
+            self._server.stdin.close()
+        try:
+            self._server.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
 
     def _silence(self, kind: str, hosts: tuple[int, ...]) -> None:
         if kind == "address":
@@ -164,10 +181,24 @@ def judged(
         errors = [f"{row['error']}: {text or row['log']}" for row, text in zip(rows, texts) if row["error"] is not None]
         same = all(row.get("digests") == usual["digests"] for row, usual in zip(rows, plain))
         cost_s = None if errors else max(row["seconds"] for row in rows) - max(row["seconds"] for row in plain)
-        return {"good": same and not errors, "cost_s": cost_s and round(cost_s, 2), "errors": errors}
-    pairs = [named(text) for text in texts]
-    right = [bool(found) and all(was_silent(pair, hosts) for pair in found) for found in pairs]
+        unnoticed = cost_s is not None and cost_s < UNNOTICED_S
+        return {
+            "good": same and not errors,
+            "cost_s": cost_s if cost_s is None else round(cost_s, 2),
+            "unnoticed": unnoticed and len(hosts) > 1,
+            "errors": errors,
+        }
+    if kind == "long" and len(hosts) > 1 and all(row["error"] is None for row in rows):
+        # The two exchange nothing, as in a ring on whose other sides they are.
+        same = all(row["digests"] == usual["digests"] for row, usual in zip(rows, plain))
+        return {"good": same, "unnoticed": True, "errors": [] if same else ["other bits, without an error"]}
     # An address that changes is silence, too, between the host and all others.
+    right = [
+        bool(named(text) or suspected(text))
+        and all(was_silent(pair, hosts) for pair in named(text))
+        and all(any(was_silent(pair, hosts) for pair in pairs) for pairs in suspected(text))
+        for text in texts
+    ]
     raised = [row.get("raised_s") for row in rows]
     in_time = all(s is not None and s <= IMPATIENT_S + LIMIT_S for s in raised)
     return {
@@ -222,11 +253,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         mine = [row for row in rows if row["kind"] == kind]
-        costs = sorted(row["cost_s"] for row in mine if row.get("cost_s") is not None)
+        costs = sorted(row["cost_s"] for row in mine if row.get("cost_s") is not None and not row["unnoticed"])
         late = [s for row in mine for s in row.get("raised_s", ()) if s is not None]
         found[kind] = {
             "trials": len(mine),
             "good": sum(row["good"] for row in mine),
+            "unnoticed": sum(row.get("unnoticed", False) for row in mine),
             "median_cost_s": costs[len(costs) // 2] if costs else None,
             "most_cost_s": costs[-1] if costs else None,
             "latest_error_s": max(late, default=None),

@@ -366,10 +366,11 @@ def test_where_nobody_ended_those_are_named_that_give_no_sign(monkeypatch: pytes
         said = "rank 2 hangs, or the network between it and rank 0 is silent: no sign of it for 60 s"
         assert first.explain() == said
         knows(made[0], 2).heard_s = time.monotonic()
-        assert first.explain() == "rank 7 never came here (it ended before, or is out of reach)"
+        assert first.explain() == "rank 7 never came to rank 0 (it ended before, or is out of its reach)"
         # Of several that never came, those that are only late are not accused.
         first, *_ = circles(monkeypatch, made, [0, 1], [7, 9])
-        said = "one of ranks 7, 9, or several, ended before they came here, or are out of reach; others may be late"
+        said = "one of ranks 7, 9, or several, ended before they came to rank 0, or are out of its reach; "
+        said += "others may be late"
         assert first.explain() == said
 
 

@@ -202,7 +202,7 @@ class Circle:
         if met:
             parts = self._no_sign_of(met)
         else:
-            parts = [_never_came(list(quiet))]
+            parts = [_never_came(list(quiet), self.rank)]
         return Blame(tuple(met or quiet), "; ".join(parts))
 
     def _no_sign_of(self, silent_s: Mapping[int, float]) -> list[str]:
@@ -227,12 +227,15 @@ def _known(quiet_s: Mapping[int, float | None]) -> dict[int, float]:
     return {rank: silent_s for rank, silent_s in quiet_s.items() if silent_s is not None}
 
 
-def _never_came(ranks: list[int]) -> str:
-    """Return the explanation about ranks that never connected, some of which may only be late."""
+def _never_came(ranks: list[int], here: int) -> str:
+    """Return the explanation about ranks that never connected to a rank, some of which may only be late."""
     if len(ranks) == 1:
-        return f"rank {ranks[0]} never came here (it ended before, or is out of reach)"
+        return f"rank {ranks[0]} never came to rank {here} (it ended before, or is out of its reach)"
     told = ", ".join(map(str, ranks))
-    return f"one of ranks {told}, or several, ended before they came here, or are out of reach; others may be late"
+    return (
+        f"one of ranks {told}, or several, ended before they came to rank {here}, or are out of its reach; others may "
+        "be late"
+    )
 
 
 def _fulfil(made: Future[list[Lane]], make: Callable[[Any], list[Lane]], prefix: str) -> None:
