@@ -240,6 +240,8 @@ def rows_of(name: str, count: int, known: Path | None) -> Iterator[dict[str, Any
         lines = workers[0].stdout
         while lines is not None:
             patience = threading.Timer(2 * LIMIT_S, end)
+            # Else it would keep an interrupted program alive.
+            patience.daemon = True
             patience.start()
             line = lines.readline()
             patience.cancel()

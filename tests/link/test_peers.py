@@ -221,6 +221,18 @@ def test_all_ranks_meet_and_see_an_end_behind_what_was_said() -> None:
         assert knows(made[0], 2).ended_s is None
 
 
+def test_a_rank_behind_a_silent_network_keeps_nobody_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What listens at rank 0's address accepts a connection, and says nothing."""
+    monkeypatch.setattr(connections, "FIRST_TRY_S", 0.1)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 3600.0)
+    with watches(3) as (store, made), socket.create_server(("127.0.0.1", 0)) as silent:
+        store.set("gradwire/peers/0", Address("127.0.0.1", silent.getsockname()[1], "0" * 32).to_bytes())
+        made[2].meet(range(3))
+        made[1].meet([2])
+        assert until(lambda: knows(made[2], 1).heard_s is not None)
+        assert knows(made[2], 0).heard_s is None
+
+
 def test_trouble_is_told_to_those_that_are_met_later() -> None:
     with watches(2) as (_, made):
         made[1].tell(Notice(FAILED, "a", text="at bucket 0: KeyError: 'boom'"))
