@@ -50,7 +50,7 @@ behind a collective of an exchange, or in `gw.save`. Then one host's link falls 
 other.
 
 - *short*: for {short_s:g} s. The training must go on, to the bits of one without an outage on every rank, without an
-  error. The cost is its time over that of the training without an outage. TCP sends again after pauses that double, so
+  error. The cost is how long a host that came to the phase then waited for the exchange, or the step, to end. TCP sends again after pauses that double, so
   that it notices the end of an outage up to as late as the outage was long. Costs leave out the {unnoticed} trials in
   which two hosts were silenced that exchange nothing with each other.
 - *long*: for longer than the timeout of the process group, {impatient_s:g} s here. Every rank must end by an error that

@@ -180,7 +180,8 @@ def judged(
     if kind == "short":
         errors = [f"{row['error']}: {text or row['log']}" for row, text in zip(rows, texts) if row["error"] is not None]
         same = all(row.get("digests") == usual["digests"] for row, usual in zip(rows, plain))
-        cost_s = None if errors else max(row["seconds"] for row in rows) - max(row["seconds"] for row in plain)
+        # Of the rank that came to the phase: the call that was longest from the outage on.
+        cost_s = None if errors else max(row.get("paused_s", 0.0) for row in rows)
         unnoticed = cost_s is not None and cost_s < UNNOTICED_S
         return {
             "good": same and not errors,

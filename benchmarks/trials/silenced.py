@@ -9,9 +9,11 @@ forks the workers into the namespaces of the hosts, waits until all have ended, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -63,11 +65,15 @@ class Trial:
 
 
 class Mark(Moment):
-    """Says in a folder that the phase has begun, and waits until links are silent."""
+    """Says in a folder that the phase has begun, and waits until links are silent.
+
+    Attributes:
+        silent_s: When they fell silent, by ``time.monotonic``; infinite before.
+    """
 
     def __init__(self, trial: Trial, folder: Path) -> None:
         super().__init__(trial.moment, trial.calls, trial.begun)
-        self._folder = folder
+        self._folder, self.silent_s = folder, math.inf
 
     def act(self) -> None:
         """Mark and wait."""
@@ -77,6 +83,7 @@ class Mark(Moment):
             if time.monotonic() > give_up_s:
                 raise TimeoutError("the links did not fall silent")
             time.sleep(0.002)
+        self.silent_s = time.monotonic()
 
 
 class Count(Moment):
@@ -108,6 +115,7 @@ def work(trial: Trial, rank: int, folder: Path, port: int, namespace: str, addre
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "GLOO_SOCKET_IFNAME": "eth0"}
     dist.init_process_group("gloo", timeout=timedelta(seconds=trial.patience_s))
+    told: dict[str, Any] = {"digests": []}
     moment: Moment | None = None
     if not trial.moment:
         moment = Count()
@@ -118,27 +126,34 @@ def work(trial: Trial, rank: int, folder: Path, port: int, namespace: str, addre
         if moment is not None:
             moment.comes(which)
 
+    def took(call: Callable[[], Any]) -> Any:
+        """Call, and keep for how long of the longest call links had fallen silent."""
+        began_s = time.monotonic()
+        found = call()
+        if isinstance(moment, Mark):
+            taken_s = time.monotonic() - max(began_s, moment.silent_s)
+            told["paused_s"] = max(told.get("paused_s", 0.0), taken_s)
+        return found
+
     link, worker = None, MORE_WAYS[trial.way].worker(WIDTH)
-    told: dict[str, Any] = {"digests": []}
     try:
         next(worker)
-        began_s = time.monotonic()
         comes(ATTACH)
-        training = next(worker)
+        training = took(lambda: next(worker))
         link = training.link
         for step in range(STEPS):
             if step == SILENT_AT:
                 if SAVE in MORE_WAYS[trial.way].moments and trial.moment in ("", SAVE):
                     comes(SAVE)
-                    gw.save(link, folder / "saved")
+                    took(lambda: gw.save(link, folder / "saved"))
                 comes(BETWEEN)
                 comes(WITHIN)
             if step == STEPS - 2:
                 # An outage behind the last exchange would not be noticed.
                 comes(END)
-            next(worker)
+            took(lambda: next(worker))
             told["digests"].append(training.digest())
-        told |= {"seconds": time.monotonic() - began_s, "error": None}
+        told["error"] = None
         if isinstance(moment, Count):
             told["calls"] = moment.calls
     except Exception as error:
