@@ -300,7 +300,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--lanes", type=int, default=3, help="clusters beside each other")
     parser.add_argument("--every", type=int, default=1, help="of the phases, to try fewer")
-    parser.add_argument("--way", action="append", help="of exchanging; all if none is named")
+    parser.add_argument("--way", action="append", help="of exchanging; all if none is named. The file keeps others")
     parser.add_argument("--lane", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=PORT, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -308,8 +308,10 @@ def main() -> int:
         for row in rows_of(arguments.lane, arguments.port, arguments.every):
             print(json.dumps(row), flush=True)
         return 0
-    rows = []
-    for row in together(arguments.lanes, arguments.every, arguments.way or list(MORE_WAYS)):
+    ways = arguments.way or list(MORE_WAYS)
+    kept = json.loads(arguments.json.read_text())["rows"] if arguments.json and arguments.json.exists() else []
+    rows = [row for row in kept if row["way"] not in ways]
+    for row in together(arguments.lanes, arguments.every, ways):
         rows.append(row)
         phase = f"{row.get('moment')}, {row.get('calls')} calls{' and a begun one' if row.get('begun') else ''}"
         cost = row.get("cost_s") if row["kind"] == "short" else row.get("raised_s")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -97,11 +97,22 @@ def loop(spec: str) -> Callable[[int], Worker]:
     return worker
 
 
+def as_patient_as_the_default_group(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh the default group's timeout: PyTorch gives them 30 minutes, whatever that has."""
+    cpu = torch.device("cpu")
+    timeout = dist.distributed_c10d._get_default_group()._get_backend(cpu).options._timeout
+    for group in mesh.get_all_groups():
+        backend = group._get_backend(cpu)
+        backend._set_default_timeout(timeout)
+        backend.options._timeout = timeout
+
+
 def sharded(shape: tuple[int, ...], attach: Callable[[Any], Any]) -> Callable[[int], Worker]:
     """Train a module that FSDP2 shards over a mesh, each layer by itself."""
 
     def worker(width: int) -> Worker:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        as_patient_as_the_default_group(mesh)
         module = network(width)
         for part in (*module, module):
             fully_shard(part, mesh=mesh)
