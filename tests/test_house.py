@@ -62,12 +62,22 @@ LAYERS = {
     "methods": METHODS_OF,
     "methods.registry": {"exchange.method", "methods"},
     "methods.spec": LEAVES | {"optim", "exchange.method", "methods.registry"},
-    "methods.auto": LEAVES | {"exchange.method", "exchange.protocols", "methods", "methods.spec"},
+    "methods.accuracy": {"methods.spec"},
+    "methods.auto": LEAVES | {"exchange.method", "exchange.protocols", "methods", "methods.accuracy", "methods.spec"},
     "graphs": METHODS_OF | {"methods", "methods.spec"},
     "exchange.planning": LEAVES | {"kernels", "exchange.drivers", "exchange.method", "exchange.protocols"},
     "model": LEAVES | {"exchange.drivers", "exchange.method", "exchange.planning", "methods.auto", "methods.spec"},
     "link": METHODS_OF
-    | {"exchange.drivers", "exchange.planning", "graphs", "methods", "methods.auto", "methods.spec", "model"},
+    | {
+        "exchange.drivers",
+        "exchange.planning",
+        "graphs",
+        "methods",
+        "methods.accuracy",
+        "methods.auto",
+        "methods.spec",
+        "model",
+    },
     "link.adapters": LEAVES | {"exchange.method", "exchange.planning", "link"},
     "integrations": {"errors", "exchange.method", "link", "link.adapters", "methods.spec"},
     "__init__": {
@@ -106,6 +116,7 @@ LAYERS = {
     "tools.cli": {
         "__init__",
         "errors",
+        "methods.accuracy",
         "model",
         "tools.bench",
         "tools.experiments",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.lib.page_parts import UNLIMITED, cells_of, ms, relative, speed
+from typing import Any
+
+from benchmarks.lib.page_parts import UNLIMITED, Cell, cells_of, ms, provenance, relative, speed
 from benchmarks.lib.results import result, rows_of
+from gradwire.methods.accuracy import note_of
 from gradwire.methods.auto import Auto
+from gradwire.tools.lab import Topology
 
 
 def auto_section() -> list[str]:
@@ -45,6 +49,48 @@ def auto_section() -> list[str]:
                   f" {found['cpu']}, {found['cores']} cores;"
                   f" {found['date_utc'][:10]}.", ""]  # fmt: skip
     return lines
+
+
+HOOK, CAREFUL, ALL = "ddp powersgd", "gradwire auto", "gradwire Auto(residuals=True)"
+
+
+def residuals_section() -> list[str]:
+    """Describe where methods that keep a residual make "auto" faster, and what they cost."""
+    rows = rows_of("speed/step_auto_residuals")
+    if not rows:
+        return []
+    lines = [
+        "### With residuals",
+        "",
+        "`gradwire bench step --variant ... --out benchmarks/results/speed/step_auto_residuals.jsonl`: variants take turns in one run. A fresh"
+        " `Auto(residuals=True)` tries all its candidates in each cell, and says with its choice what that costs. Over: mean of turns side by"
+        " side, with two standard errors.",
+        "",
+        "| model | hosts | link | delay one way, ms | ddp powersgd | auto | `Auto(residuals=True)` | acp_sgd | powersgd | over the hook | over auto |",
+        "|---|---:|---|---:|---:|---|---|---:|---:|---:|---:|",
+    ]
+    cells: dict[tuple[Any, ...], Cell] = {}
+    for row in rows:
+        delay_s = Topology.parse(row["lab"]).impairments.delay_s
+        key = (row["model"], row["hosts"], row["bandwidth_bits_per_s"] or UNLIMITED, delay_s)
+        cells.setdefault(key, {})[row["variant"]] = row
+    chosen = set()
+    for (model, hosts, rate, delay_s), cell in cells.items():
+        took = {name: f"{ms(row['step_time_s'])}" for name, row in cell.items()}
+        for name in (CAREFUL, ALL):
+            choice = cell[name]["record"]["choice"]["chosen"]
+            took[name] += f" (`{choice}`)"
+            chosen.add(choice)
+        hook, auto = (
+            f"{100 * off:+.0f} ± {200 * error:.0f} %"
+            for off, error in (relative(cell, ALL, v) for v in (HOOK, CAREFUL))
+        )
+        lines.append(
+            f"| {model} | {hosts} | {speed(rate)} | {1e3 * delay_s:g} | {took[HOOK]} | {took[CAREFUL]} | {took[ALL]} |"
+            f" {took['gradwire acp_sgd']} | {took['gradwire powersgd']} | {hook} | {auto} |"
+        )
+    said = [f"- `{spec}`: {note}." for spec in sorted(chosen) if (note := note_of(spec)) is not None]
+    return [*lines, "", "What is said with these choices:", "", *said, "", f"{provenance(rows[0])}.", ""]
 
 
 def coder_section() -> list[str]:

@@ -37,10 +37,26 @@ LINKS = """## Links that fall silent, lose and reorder
 
 In `python benchmarks/trials/links.py`, run as root, four hosts of an emulated cluster at 200 Mbit/s exchange {small:,} or
 {large:,} elements for {rounds} rounds by {methods} methods. These use gathers, two-shot with and without encoding
-again, a tree, broadcasts, two levels and a ring; a reduce-scatter, gossip and local steps are not among them. Outages of
-all links, or of one host's link, last 0.3 to 3 s, and once 12 s. They are 2 to 5 s apart, so about half of the trials meet one.
-All ranks must end with the bits of a simulation, without an error and without a restart. For float32, which Gloo sums in
-its own order, all ranks must end with the same bits."""
+again, a tree, broadcasts, two levels and a ring. The hosts also train for as many steps by {trainings} kinds of links: {names}.
+Outages of all links, or of one host's link, last 0.3 to 3 s, and once 12 s. They are 2 to 5 s apart, so about half of the
+trials meet one. All ranks must end with the bits of a simulation, or of a training on undisturbed links, without an error and
+without a restart. For float32, which Gloo sums in its own order, all ranks must end with the same bits."""
+
+OUTAGES = """## Outages in each phase
+
+`python benchmarks/trials/outages.py`, as root: three or four hosts at 200 Mbit/s, which are 5 ms apart, train by
+{ways} kinds of links, until one of them comes to a phase: while links are built, between two exchanges, before or
+behind a collective of an exchange, or in `gw.save`. Then one host's link falls silent, or two hosts do not hear each
+other.
+
+- *short*: for {short_s:g} s. The training must go on, to the bits of one without an outage on every rank, without an
+  error. The cost is how long a host that came to the phase then waited for the exchange, or the step, to end. TCP sends again after pauses that double, so
+  that it notices the end of an outage up to as late as the outage was long. Costs leave out the {unnoticed} trials in
+  which two hosts were silenced that exchange nothing with each other.
+- *long*: for longer than the timeout of the process group, {impatient_s:g} s here. Every rank must end by an error that
+  names two ranks between which there was silence, and no two others, within {limit_s:g} s of the timeout.
+- *address*: one host has another address from then on. Gloo's connections end with the old address and are not made
+  anew, so that no round goes on; every rank must end as in *long*."""
 
 IMAGES = """## Every method at its defaults
 
@@ -53,7 +69,7 @@ a method can reach after tuning."""
 
 def page() -> str | None:
     """Return the page; None where nothing was measured."""
-    parts = [part for part in (_kills(), _links(), _messages(), _spikes(), _images()) if part]
+    parts = [part for part in (_kills(), _links(), _outages(), _messages(), _spikes(), _images()) if part]
     return "\n".join([INTRODUCTION, *("\n".join([*part, ""]) for part in parts)]).rstrip() + "\n" if parts else None
 
 
@@ -116,22 +132,57 @@ def _links() -> list[str]:
     if found is None:
         return []
     table = []
+    trainings = list(dict.fromkeys(row["spec"] for row in found["rows"] if "width" in row))
     for name, rows in _grouped(found["rows"], "disturbance").items():
         taken = sorted(row["seconds"] for row in rows if row["seconds"] is not None)
         good = sum(row["good"] for row in rows)
         table.append((name, len(rows), good, f"{statistics.median(taken):.1f}", f"{taken[-1]:.1f}"))
-    elements = sorted({row["elements"] for row in found["rows"]})
+    exchanges = [row for row in found["rows"] if "width" not in row]
+    elements = sorted({row["elements"] for row in exchanges})
     text = LINKS.format(
         small=elements[0],
         large=elements[-1],
         rounds=found["rounds"],
-        methods=len({row["spec"] for row in found["rows"]}),
+        methods=len({row["spec"] for row in exchanges}),
+        trainings=len(trainings),
+        names=", ".join(trainings),
     )
     return [
         f"{text} {_where(found)}",
         "",
         *_table(("disturbance", "trials", "good", "median, s", "longest, s"), table),
         *(f"\n- {row['disturbance']}, {row['spec']}: {row['errors']}" for row in found["rows"] if not row["good"]),
+    ]
+
+
+def _outages() -> list[str]:
+    found = result("trials/trials_outages")
+    if found is None:
+        return []
+    table = []
+    for way, rows in _grouped(found["rows"], "way").items():
+        by_kind = _grouped(rows, "kind")
+        cells: list[object] = [way]
+        for kind in ("short", "long", "address"):
+            mine = by_kind.get(kind, [])
+            cells.append(f"{sum(row['good'] for row in mine)} of {len(mine)}" if mine else "-")
+            if kind == "short":
+                costs = sorted(row["cost_s"] for row in mine if row.get("cost_s") is not None and not row["unnoticed"])
+                cells.append(f"{costs[0]:.1f} to {costs[-1]:.1f}" if costs else "-")
+            elif kind == "long":
+                late = [s for row in mine for s in row.get("raised_s", ()) if s is not None]
+                cells.append(f"{max(late):.1f}" if late else "-")
+        table.append(cells)
+    ways = len({row["way"] for row in found["rows"]})
+    return [
+        f"{OUTAGES.format(ways=ways, unnoticed=found['summary']['short']['unnoticed'], **found)} {_where(found)}",
+        "",
+        *_table(("kind of link", "short: good", "cost, s", "long: good", "latest error, s", "address: good"), table),
+        *(
+            f"\n- {row['kind']}, {row['way']}, {row.get('moment')}: {row['errors']}"
+            for row in found["rows"]
+            if not row["good"]
+        ),
     ]
 
 

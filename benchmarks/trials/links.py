@@ -2,11 +2,13 @@
 
     sudo env "PATH=$PATH" python benchmarks/trials/links.py --json benchmarks/results/trials/trials_links.json
 
-Four hosts of an emulated cluster exchange 20,000 or a million elements for some rounds by one method, over TCP that is
-disturbed in one of three ways. Methods take turns, so that each meets every disturbance at other moments of its rounds;
-sizes take turns too, with rows below and above those that are sent one at a time. A trial is good if all rounds end,
-without an error, with the bits of a simulation on every rank. Of float32, which Gloo sums in an order of its own, all
-ranks must have the same bits. A trial that takes longer than its limit is a hang, and ends the disturbance's part.
+Four hosts of an emulated cluster exchange 20,000 or a million elements for some rounds by one method, or train for some
+steps over shards, by gossip or by local steps (``ways.py``), over TCP that is disturbed in one of three ways. Methods
+take turns, so that each meets every disturbance at other moments of its rounds; sizes take turns too, with rows below
+and above those that are sent one at a time. A trial is good if all rounds end, without an error, with the bits of a
+simulation on every rank, or of a training on the same hosts with undisturbed links. Of float32, which Gloo sums in an
+order of its own, all ranks must have the same bits. A trial that takes longer than its limit is a hang, and ends the
+disturbance's part.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -49,7 +52,12 @@ SPECS = (
 SUMMED_BY_GLOO = {"fp32"}
 """Methods whose sums Gloo computes, in an order of its own: all ranks have the same bits, but not the simulation's."""
 
+TRAININGS = ("FSDP2", "HSDP", "weights", "gossip", "gossip of changes", "DiLoCo", "streaming DiLoCo", "halos")
+"""Ways of ``ways.py`` whose exchanges no simulated link has."""
+
 SIZES = (20_000, 1_000_000)
+WIDTHS = (48, 256)
+"""Of the layers of trainings: as many elements as of links in the first turn, or fewer, or a quarter of a million."""
 
 LINK = {"bandwidth": 200e6, "hosts": HOSTS}
 
@@ -76,11 +84,20 @@ DISTURBANCES = {
 
 
 def trials(count: int) -> list[dict[str, Any]]:
-    """Return the trials of one disturbance."""
-    return [
-        {"number": n, "spec": SPECS[n % len(SPECS)], "elements": SIZES[n // len(SPECS) % len(SIZES)]}
-        for n in range(count)
-    ]
+    """Return the trials of one disturbance; those of trainings have a width."""
+    found = []
+    for n in range(count):
+        turn, place = divmod(n, len(SPECS) + len(TRAININGS))
+        if place < len(SPECS):
+            found.append({"number": n, "spec": SPECS[place], "elements": SIZES[turn % len(SIZES)]})
+        else:
+            found.append(training(n, TRAININGS[place - len(SPECS)], WIDTHS[turn % len(WIDTHS)]))
+    return found
+
+
+def training(number: int, way: str, width: int) -> dict[str, Any]:
+    """Return the trial of a training."""
+    return {"number": number, "spec": way, "width": width, "elements": 4 * (width * width + width)}
 
 
 def digest(values: Any) -> int:
@@ -129,40 +146,88 @@ def exchanged(spec: str, elements: int, rank: int) -> list[int]:
     return found
 
 
-def work(count: int) -> None:
-    """Run all trials of a disturbance on one host; rank 0 prints their rows."""
+def trained(way: str, width: int) -> list[int]:
+    """Return the digests of this rank's parameters and gradients after each step of a training."""
+    from benchmarks.trials.ways import MORE_WAYS
+
+    worker = MORE_WAYS[way].worker(width)
+    next(worker)
+    built = next(worker)
+    found = []
+    try:
+        for _ in range(ROUNDS):
+            next(worker)
+            found.append(built.digest())
+    finally:
+        built.link.close()
+    return found
+
+
+def work(count: int, references: Path | None) -> None:
+    """Run all trials of a disturbance on one host; rank 0 prints their rows.
+
+    Args:
+        count: Number of trials; 0: each training once, at each width.
+        references: File with the digests of trainings on undisturbed links; None prints them instead.
+    """
     import torch.distributed as dist
 
     import gradwire as gw
+    from benchmarks.trials.mortal import prepare
 
+    prepare()
     dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
     rank = dist.get_rank()
+    known = {} if references is None else json.loads(references.read_text())
     print("begin", flush=True)
-    for trial in trials(count):
-        spec, elements = trial["spec"], trial["elements"]
-        gw.warm_up(spec)
+    for trial in trials(count) or [training(0, way, width) for way in TRAININGS for width in WIDTHS]:
+        spec, elements, width = trial["spec"], trial["elements"], trial.get("width")
         began, error, own = time.monotonic(), None, list[int]()
         try:
-            own = exchanged(spec, elements, rank)
-        except gw.GradwireError as raised:
+            own = exchanged(spec, elements, rank) if width is None else trained(spec, width)
+        except (gw.GradwireError, RuntimeError) as raised:
             error = f"{type(raised).__name__}: {raised}"
         taken_s = time.monotonic() - began
         told: list[Any] = [None] * HOSTS
         dist.all_gather_object(told, (own, error))
         if rank == 0:
-            expected = [list(column) for column in zip(*simulated(spec, elements))]
             errors = [text for _, text in told if text]
             found = [digests for digests, _ in told]
-            same = found == ([found[0]] * HOSTS if spec in SUMMED_BY_GLOO else expected)
-            good = not errors and same and len(found[0]) == ROUNDS
-            row = {**trial, "seconds": round(taken_s, 2), "errors": errors, "good": good}
-            print(json.dumps(row), flush=True)
+            row = {**trial, "seconds": round(taken_s, 2), "errors": errors}
+            if references is None:
+                print(json.dumps({**row, "digests": found}), flush=True)
+                continue
+            if width is not None:
+                expected = known[f"{spec} {width}"]
+            elif spec in SUMMED_BY_GLOO:
+                expected = [found[0]] * HOSTS
+            else:
+                expected = [list(column) for column in zip(*simulated(spec, elements))]
+            good = not errors and found == expected and len(found[0]) == ROUNDS
+            print(json.dumps({**row, "good": good}), flush=True)
 
 
-def rows_of(name: str, count: int) -> Iterator[dict[str, Any]]:
+def references() -> dict[str, list[list[int]]]:
+    """Return the digests of each training on undisturbed links, by rank.
+
+    Raises:
+        SystemExit: one of them failed.
+    """
+    found = {}
+    for row in rows_of("none", 0, None):
+        if row["errors"]:
+            raise SystemExit(f"{row['spec']} fails on undisturbed links: {row['errors']}")
+        found[f"{row['spec']} {row['width']}"] = row["digests"]
+    if len(found) < len(TRAININGS) * len(WIDTHS):
+        raise SystemExit(f"workers on undisturbed links ended behind {', '.join(found) or 'nothing'}")
+    return found
+
+
+def rows_of(name: str, count: int, known: Path | None) -> Iterator[dict[str, Any]]:
     """Yield the rows of a disturbance, and one more where its trials ended early."""
     command, found = [sys.executable, __file__, "--work", str(count)], 0
-    with open_network(DISTURBANCES[name], "relay") as network:
+    command += [] if known is None else ["--references", str(known)]
+    with open_network(DISTURBANCES.get(name, Topology(**LINK)), "relay") as network:
         workers = [
             start(network, host, command, environment(network, host), stdout=subprocess.DEVNULL if host else -1)
             for host in range(HOSTS)
@@ -175,6 +240,8 @@ def rows_of(name: str, count: int) -> Iterator[dict[str, Any]]:
         lines = workers[0].stdout
         while lines is not None:
             patience = threading.Timer(2 * LIMIT_S, end)
+            # Else it would keep an interrupted program alive.
+            patience.daemon = True
             patience.start()
             line = lines.readline()
             patience.cancel()
@@ -215,17 +282,21 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trials", type=int, default=70, help="of each disturbance")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--references", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work is not None:
-        work(arguments.work)
+        work(arguments.work, arguments.references)
         return 0
     rows = []
-    for name in DISTURBANCES:
-        for row in rows_of(name, arguments.trials):
-            rows.append(row)
-            end = "good" if row["good"] else row["errors"]
-            print(f"{name}, {row['spec']}, {row['elements']}: {row['seconds']} s, {end}", flush=True)
-            write(arguments.json, rounds=ROUNDS, hosts=HOSTS, summary=summary(rows), rows=rows)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        known = Path(file.name)
+        known.write_text(json.dumps(references()))
+        for name in DISTURBANCES:
+            for row in rows_of(name, arguments.trials, known):
+                rows.append(row)
+                end = "good" if row["good"] else f"BAD {row['errors']}"
+                print(f"{name}, {row['spec']}, {row['elements']}: {row['seconds']} s, {end}", flush=True)
+                write(arguments.json, rounds=ROUNDS, hosts=HOSTS, summary=summary(rows), rows=rows)
     print(json.dumps(summary(rows)))
     return 0 if all(row["good"] for row in rows) else 1
 

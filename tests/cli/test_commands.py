@@ -133,13 +133,17 @@ def test_train_and_report_say_what_auto_took(tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert call("train", "digits", *SIMULATED, "--out", out).exit_code == 0
     config = json.loads((out / "config.json").read_text())
-    for chosen, text in (("bf16", "terngrad: auto took bf16 (quick)"), (None, "terngrad: auto had not chosen yet")):
-        config["link"]["choice"] = {"chosen": chosen, "reason": "quick", "step_s": {}, "left_out": {}}
+    for chosen, text in (
+        ("bf16", "terngrad: auto took bf16 (quick): it keeps a residual"),
+        (None, "terngrad: auto had not chosen yet"),
+    ):
+        note = chosen and "it keeps a residual"
+        config["link"]["choice"] = {"chosen": chosen, "reason": "quick", "note": note, "step_s": {}, "left_out": {}}
         (out / "config.json").write_text(json.dumps(config))
         assert text in call("report", out, "--out", tmp_path / "page.html").stdout
         rows = json.loads(call("report", out, "--out", tmp_path / "page.html", "--json").stdout)
         fits(rows, schema("runs"))
-        assert rows[0]["chosen_method"] == chosen
+        assert (rows[0]["chosen_method"], rows[0]["choice_note"]) == (chosen, note)
 
 
 def test_a_direction_is_said_to_need_a_learning_rate_of_its_own(tmp_path: Path) -> None:
@@ -261,6 +265,9 @@ def test_methods_shows_what_auto_tries() -> None:
     assert "candidates:        fp32, bf16, terngrad" in text
     assert "turns:             2" in text
     assert "steps:             3" in text
+    text = " ".join(call("methods", "Auto(residuals=True)").stdout.split())
+    assert "drive, powersgd, acp_sgd" in text
+    assert "acp_sgd: it keeps a residual on each rank; final accuracy over float32" in text
     rows = json.loads(call("methods", "auto", "--json").stdout)
     fits(rows, schema("methods"))
     assert rows[0]["bits_per_element"] is None

@@ -143,8 +143,6 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
         (["--cores", "-1"], "--cores -1: at least 1"),
         (["digits"], "give --profile digits"),
         (["--bandwidth", "99999gbit"], "8kbit to 600gbit"),
-        (["--method", "auto"], "auto chooses among methods"),
-        (["--method", "Auto(turns=2)"], "name the methods"),
     ],
 )
 def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: list[str], sentence: str) -> None:
@@ -152,6 +150,25 @@ def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: 
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+def test_of_a_method_that_chooses_the_candidates_are_predicted_and_what_they_cost_is_said(
+    calibration: Path, small_model: Path
+) -> None:
+    words = ["plan", "--profile", small_model, "--hosts", 2, "--bandwidth", "1mbit", "--calibration", calibration]
+    words += ["--method", "bf16", "--method", "Auto(candidates=('bf16', 'terngrad'), residuals=True)"]
+    told = call(*words, "--json")
+    assert told.exit_code == 0, told.output
+    rows = json.loads(told.stdout)
+    fits(rows, schema("plan"))
+    added = ["powersgd", "acp_sgd", "ErrorFeedback(TopK(density=0.01))", "ef_signsgd"]
+    assert [row["method"] for row in rows] == ["ddp fp32", "bf16", "terngrad", *added]
+    notes = {row["method"]: row["note"] for row in rows}
+    assert notes["ddp fp32"] is None
+    assert "digits -0.9, mnist -1.1, text -3.7, cifar10 -6.0" in notes["acp_sgd"]
+    shown = " ".join(call(*words).stdout.split())
+    assert all(f"{spec}: {notes[spec]}" in shown for spec in added)
+    assert f"terngrad: {notes['terngrad']}" not in shown
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,18 @@ def test_an_outage_silences_its_host_from_its_beginning_to_its_end() -> None:
     rows = outages_ns(topology.outages)
 
     def silent(host: int, second: float) -> bool:
-        return bool(relay_rules.silent(rows, host, int(second * 1e9)))
+        return bool(relay_rules.silent(rows, host, 2, int(second * 1e9)))
 
     assert [silent(1, s) for s in (1.999, 2, 2.999, 3, 5)] == [False, True, True, False, True]
     assert [silent(0, s) for s in (2, 2.5, 4.999, 5, 5.499, 5.5)] == [False, False, False, True, True, False]
-    assert not relay_rules.silent(outages_ns(()), 0, 0)
+    assert not relay_rules.silent(outages_ns(()), 0, 1, 0)
+
+
+def test_an_outage_of_two_hosts_silences_what_they_send_to_each_other() -> None:
+    rows = outages_ns(Topology.parse("hosts=4,outage=1s@2s:host1-host3").outages)
+    silenced = {(a, b) for a in range(4) for b in range(4) if a != b and relay_rules.silent(rows, a, b, int(2.5e9))}
+    assert silenced == {(1, 3), (3, 1)}
+    assert not relay_rules.silent(rows, 1, 3, int(3e9))
 
 
 def frame(size: int, gso_size: int, options: int = 12) -> np.ndarray:

@@ -30,10 +30,13 @@ def impairments(draw: st.DrawFn) -> Impairments:
 
 @st.composite
 def outages(draw: st.DrawFn, hosts: int) -> Outage:
+    host = draw(st.none() | st.integers(0, hosts - 1))
+    others = [other for other in range(hosts) if host not in (None, other)]
     return Outage(
         lasts_s=draw(st.floats(min_value=1e-3, max_value=1e4)),
         from_s=draw(st.floats(min_value=0, max_value=1e4)),
-        host=draw(st.none() | st.integers(0, hosts - 1)),
+        host=host,
+        peer=draw(st.none() | st.sampled_from(others)) if others else None,
     )
 
 
@@ -115,7 +118,7 @@ def test_what_is_no_share_is_refused_with_an_example(text: str) -> None:
         parse_share(text)
 
 
-@pytest.mark.parametrize("text", ["10s", "10@60", "10s@60ms", "-1s@0s", "10s@60s:2", "10s@60s:host"])
+@pytest.mark.parametrize("text", ["10s", "10@60", "10s@60ms", "-1s@0s", "10s@60s:2", "10s@60s:host", "10s@60s:host2-3"])
 def test_what_is_no_outage_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(HyperparameterError, match=r"such as 10s@60s, or 10s@60s:host2"):
         Outage.parse(text)
@@ -153,6 +156,8 @@ def test_what_is_no_outage_is_refused_with_an_example(text: str) -> None:
         ("reorder=1%", "give delay=... too"),
         ("outage=0s@5s", "a length above 0 s"),
         ("hosts=2,outage=1s@5s:host2", "host2: the hosts are 0 to 1"),
+        ("hosts=2,outage=1s@5s:host1-host2", "host2: the hosts are 0 to 1"),
+        ("outage=1s@5s:host1-host1", "two different hosts are needed"),
         ("hosts=2,host2.delay=5ms", "host2: the hosts are 0 to 1"),
         ("host1.delay=5ms,host01.delay=6ms", "host1.delay is given twice"),
         ("host1.rate=5mbit", "KEY=VALUE is needed"),

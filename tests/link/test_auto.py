@@ -280,7 +280,25 @@ def test_a_trial_begins_by_sending_what_was_left() -> None:
     assert not world.chooser.delivers
     world.chooser.load({"choice": torch.tensor(0)})
     world.chooser.begin(2, world)
+    assert world.chooser.delivers
+    world.chooser.begin(3, world)
     assert not world.chooser.delivers
+
+
+def test_a_state_loaded_in_the_trial_sends_its_residuals_and_the_interrupted_round_is_tried_again() -> None:
+    world = World({"fp32": 1.0, FED_BACK: 0.8}, 1e9, {"fp32": 1, FED_BACK: 2})
+    used = []
+    for round in range(30):
+        if round in (2, 9, 12):
+            world.chooser.load({"choice": torch.tensor(-1)})
+        world.chooser.begin(round, world)
+        spec = world.specs[id(world.chooser.planner)]
+        # A round that also sends what was left, or that contains the loading, would take longer.
+        world.now_s += world.step_s[spec] + 10.0 * (world.chooser.delivers or round in (1, 8, 11))
+        used.append((spec, world.chooser.delivers))
+    for round in (2, 9, 12):
+        assert used[round] == (used[round - 1][0], used[round][0] == "fp32")
+    assert world.chooser.record()["step_s"] == pytest.approx({"fp32": 1.0, FED_BACK: 0.8})
 
 
 def train_with_residuals(steps: int) -> dict[str, Any]:

@@ -221,6 +221,18 @@ def test_all_ranks_meet_and_see_an_end_behind_what_was_said() -> None:
         assert knows(made[0], 2).ended_s is None
 
 
+def test_a_rank_behind_a_silent_network_keeps_nobody_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What listens at rank 0's address accepts a connection, and says nothing."""
+    monkeypatch.setattr(connections, "FIRST_TRY_S", 0.1)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 3600.0)
+    with watches(3) as (store, made), socket.create_server(("127.0.0.1", 0)) as silent:
+        store.set("gradwire/peers/0", Address("127.0.0.1", silent.getsockname()[1], "0" * 32).to_bytes())
+        made[2].meet(range(3))
+        made[1].meet([2])
+        assert until(lambda: knows(made[2], 1).heard_s is not None)
+        assert knows(made[2], 0).heard_s is None
+
+
 def test_trouble_is_told_to_those_that_are_met_later() -> None:
     with watches(2) as (_, made):
         made[1].tell(Notice(FAILED, "a", text="at bucket 0: KeyError: 'boom'"))
@@ -363,13 +375,48 @@ def test_where_nobody_ended_those_are_named_that_give_no_sign(monkeypatch: pytes
         # One that is watched beside the group counts, and one that hangs more than one that never came.
         first, *_ = circles(monkeypatch, made, [0, 1], [2, 7])
         knows(made[0], 2).heard_s = time.monotonic() - 60
-        assert first.explain() == "rank 2 hangs: no sign of it for 60 s (stopped, or its machine is gone)"
+        said = "rank 2 hangs, or the network between it and rank 0 is silent: no sign of it for 60 s"
+        assert first.explain() == said
         knows(made[0], 2).heard_s = time.monotonic()
-        assert first.explain() == "rank 7 never came here (it ended before, or is out of reach)"
+        assert first.explain() == "rank 7 never came to rank 0 (it ended before, or is out of its reach)"
         # Of several that never came, those that are only late are not accused.
         first, *_ = circles(monkeypatch, made, [0, 1], [7, 9])
-        said = "one of ranks 7, 9, or several, ended before they came here, or are out of reach; others may be late"
+        said = "one of ranks 7, 9, or several, ended before they came to rank 0, or are out of its reach; "
+        said += "others may be late"
         assert first.explain() == said
+
+
+def test_who_reads_of_a_silence_reads_both_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATIENCE_S", "STRANGE_S"):
+        monkeypatch.setattr(circle, name, 0.0)
+    with watches(3) as (_, made):
+        first, second, _ = circles(monkeypatch, made, [0, 1, 2])
+        knows(made[0], 2).heard_s = time.monotonic() - 60
+        said = "rank 2 hangs, or the network between it and rank 0 is silent: no sign of it for 60 s"
+        assert first.explain() == said
+        assert until(lambda: bool(knows(made[1], 0).notices))
+        # Rank 1 hears both.
+        assert second.explain() == said
+
+
+def test_a_silence_that_ends_while_the_reason_is_sought_is_still_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watches(3) as (_, made):
+        first, *_ = circles(monkeypatch, made, [0, 1, 2])
+        knows(made[0], 2).heard_s = time.monotonic() - 20
+        assert "no sign of it for 20 s" in first.explain()
+        # It has been heard meanwhile.
+        assert until(lambda: time.monotonic() - (knows(made[0], 2).heard_s or 0.0) < 10)
+
+
+def test_a_rank_that_hears_nobody_suspects_its_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATIENCE_S", "STRANGE_S"):
+        monkeypatch.setattr(circle, name, 0.0)
+    with watches(3) as (_, made):
+        *_, third = circles(monkeypatch, made, [0, 1, 2])
+        for rank in (0, 1):
+            knows(made[2], rank).heard_s = time.monotonic() - 60
+        said = "rank 2 hears no other rank: no sign of ranks 0, 1 for 60 s, so that its own network is silent"
+        assert third.explain().startswith(said)
 
 
 class _Gone:

@@ -13,6 +13,7 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.planning import Options
 from gradwire.link.failures import WarnOnce
 from gradwire.link.selection.fallback import check_fallback
+from gradwire.methods.auto import Auto
 from gradwire.methods.feedback.optimizers import momentum_of, not_stepped, not_stepped_here
 from gradwire.methods.spec import method as read_method
 
@@ -46,10 +47,13 @@ def check_optimizer(method: Method, optimizer: Any, parameters: Mapping[str, tor
 
 
 def optimizer_terms(method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    """Return the fields in which ranks must agree on an optimizer of local steps: the parameters that it updates.
+    """Return the fields in which ranks must agree on an optimizer.
 
-    An optimizer that was not given is assumed to update all of them.
+    With local steps they are the parameters that it updates; an optimizer that was not given is assumed to update all
+    of them. With a choice among methods they are the candidates that are not tried beside it.
     """
+    if isinstance(method, Auto) and method.added:
+        return {"candidates left out beside the optimizer": sorted(method.unsuited(optimizer, parameters))}
     if not method.traits.local_steps:
         return {}
     missing = () if optimizer is None else not_stepped(optimizer, parameters)
@@ -149,7 +153,8 @@ def check_options(method: str | Method, *, optimizer: Any = None, **options: Any
         >>> gw.check_options("terngrad", fallback="bf16", fallback_limit=5.0)
     """
     found, given = read_method(method), Options.of(options)
-    for one in found.traits.tries or (found,):
+    # What Auto(residuals=True) adds is left out where an option refuses it.
+    for one in found.candidates if isinstance(found, Auto) else (found,):
         given.collectives(read_method(one))
     check_optimizer(found, optimizer, {})
     if given.fallback is not None:

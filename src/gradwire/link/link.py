@@ -135,7 +135,7 @@ class Link(LinkReports, LocalStepsUser):
             its_options = replace(its_options, backend=self._site.backend)
             self._selection = make_selection(
                 self.method, its_options, self._exchanged, self.world_size,
-                diagnostics, self._coders, self.number, warnings,
+                diagnostics, self._coders, self.number, warnings, optimizer,
             )  # fmt: skip
             check_optimizer(self.method, optimizer, self._parameters)
             self._rates = LearningRates(self.method, optimizer, self._parameters)

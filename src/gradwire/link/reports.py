@@ -15,9 +15,19 @@ from gradwire.link.diagnostics import parameter_rows, wait_report
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.peers.circle import Wait
 from gradwire.link.round import Round
+from gradwire.link.selection.autotune import Selection
 
 COUNTERS = ("rounds", "skipped_rounds", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s")
 """Names in :meth:`LinkReports.metrics` of numbers that never decrease while a link is open."""
+
+
+def _took(choice: Mapping[str, Any] | None) -> list[str]:
+    """Return the choice of a link that chooses its method, with its reason, as a list of at most one text."""
+    if choice is None:
+        return []
+    if choice["chosen"] is None:
+        return ["no choice yet"]
+    return [f"took {choice['chosen']} ({'; '.join(filter(None, (choice['reason'], choice['note'])))})"]
 
 
 class LinkReports:
@@ -28,6 +38,7 @@ class LinkReports:
     _compressed: Mapping[str, torch.Tensor]
     """The parameters that are not sent in float32, by name."""
     _runtime: LinkRuntime
+    _selection: Selection
     _round: Round | None = None
     """The current or the latest round."""
     buffer_bytes: Callable[[], int]
@@ -35,7 +46,9 @@ class LinkReports:
     def __repr__(self) -> str:
         runtime, sent = self._runtime, self.traffic()
         factor = f"{sent.compression_factor:.1f} times fewer bytes than float32" if sent.sent_bytes else "nothing sent"
-        return f"<{type(self).__name__}: {self.method!r}, {len(runtime.ranks)} ranks, round {runtime.round}, {factor}>"
+        parts = [repr(self.method), *_took(self._selection.record())]
+        parts += [f"{len(runtime.ranks)} ranks", f"round {runtime.round}", factor]
+        return f"<{type(self).__name__}: {', '.join(parts)}>"
 
     @property
     def round(self) -> int:

@@ -12,8 +12,18 @@ from gradwire.exchange.method import Method, Properties, is_whole, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.exchange.traits import Traits
+from gradwire.methods.accuracy import without_momentum
 from gradwire.methods.feedback.error_feedback import Delivery
+from gradwire.methods.feedback.optimizers import momentum_of
 from gradwire.methods.spec import method, register
+
+WITH_RESIDUALS = ("powersgd", "acp_sgd", "ErrorFeedback(TopK(density=0.01))", "ef_signsgd")
+"""Candidates of ``residuals=True``, in order of preference at equal speed: those that lose the least in the tables of
+``docs/accuracy.md`` first, and last those that were measured without momentum."""
+
+MEASURED = "not tried: its accuracy was measured without momentum"
+UNKNOWN = f"{MEASURED}, and the link does not know the optimizer's: attach with optimizer="
+"""Reasons why added candidates are not tried, in a link's record."""
 
 
 @register
@@ -26,14 +36,22 @@ class Auto(Method):
     outcome: it is chosen if the bytes that it saves are worth its time on this machine and this link. ``drive`` has the
     fewest bytes of all unbiased methods.
 
-    Methods that keep residuals, such as :class:`ErrorFeedback` and :class:`PowerSGD`, are tried if they are listed.
-    Residuals pass from one candidate to the next: a method without residuals sends them once with its own gradient, so
-    that nothing is lost. Other state, such as PowerSGD's factors, restarts with each turn.
+    Methods that keep residuals, such as :class:`ErrorFeedback` and :class:`PowerSGD`, are tried if they are listed, or
+    with ``residuals=True``. They send the least and cost accuracy, a few points in some tables: the link's record, its
+    ``repr`` and ``gradwire report`` state with the choice how trainings by it ended in ``docs/accuracy.md``, and which
+    momentum and learning rate they had. Residuals pass from one candidate to the next: a method without residuals sends
+    them once with its own gradient, so that nothing is lost. Other state, such as PowerSGD's factors, restarts with
+    each turn.
 
     Attributes:
         candidates: Specs in order of preference at equal speed. None of the defaults has a residual.
         turns: Number of turns, in each of which all candidates are tried.
         steps: Number of steps of each candidate in a turn.
+        residuals: Try PowerSGD, ACP-SGD, a hundredth of the elements with error feedback, and signs with error
+            feedback, too. A candidate listed by the user replaces the one of its class. Those that were measured
+            without momentum are tried only if the link knows the optimizer (``optimizer=``) and it has no momentum;
+            those that the link's options refuse, such as factors under a reduce-scatter of FSDP2, are left out. The
+            record has the reasons.
 
     Raises:
         HyperparameterError: there are fewer than two candidates, no turns or no steps; or a candidate is listed twice,
@@ -52,6 +70,7 @@ class Auto(Method):
     candidates: tuple[str, ...] = ("fp32", "bf16", "terngrad", "coded", "drive")
     turns: int = 4
     steps: int = 3
+    residuals: bool = False
 
     def __post_init__(self) -> None:
         listed = isinstance(self.candidates, (tuple, list)) and all(isinstance(c, str) for c in self.candidates)
@@ -62,32 +81,58 @@ class Auto(Method):
         for one in chosen:
             apart = not_comparable(one)
             require(apart is None, "Auto(candidates=...)", f"{one!r} {apart}")
-        self._check_sizes(chosen)
         object.__setattr__(self, "candidates", tuple(self.candidates))
         for field in ("turns", "steps"):
             value = getattr(self, field)
             require(is_whole(value, 1), f"Auto({field}=...)", f"at least 1 is needed, not {value!r}")
+        require(isinstance(self.residuals, bool), "Auto(residuals=...)", f"a bool is needed, not {self.residuals!r}")
+        self._check_sizes([*chosen, *map(method, self.added)])
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The candidates that ``residuals=True`` adds to the listed ones."""
+        listed = {type(method(spec)) for spec in self.candidates}
+        return tuple(s for s in WITH_RESIDUALS if type(method(s)) not in listed) if self.residuals else ()
+
+    def unsuited(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Return the reason for each added candidate that is not tried beside an optimizer.
+
+        Args:
+            optimizer: The optimizer that was given to the link; None if none was.
+            parameters: The parameters that are exchanged, by name.
+        """
+        apart = [spec for spec in self.added if without_momentum(spec)]
+        if optimizer is None:
+            return dict.fromkeys(apart, UNKNOWN)
+        found = momentum_of(optimizer, parameters)
+        if found is None:
+            return {}
+        setting, value = found
+        return dict.fromkeys(apart, f"{MEASURED}, and {type(optimizer).__name__} has {setting}={value!r}")
 
     def declare(self) -> Traits:
+        tried = (*self.candidates, *self.added)
+        every = [method(spec).traits for spec in tried]
         return replace(
             super().declare(),
             collectives=(),
-            needs_loss_scale=any(method(spec).traits.needs_loss_scale for spec in self.candidates),
-            kernels=tuple(dict.fromkeys(name for spec in self.candidates for name in method(spec).traits.kernels)),
-            remembers=tuple(dict.fromkeys(kind for spec in self.candidates for kind in method(spec).traits.remembers)),
-            needs_learning_rates=any(method(spec).traits.needs_learning_rates for spec in self.candidates),
-            needs_link_cost=any(method(spec).traits.needs_link_cost for spec in self.candidates),
-            tries=self.candidates,
+            needs_loss_scale=any(traits.needs_loss_scale for traits in every),
+            kernels=tuple(dict.fromkeys(name for traits in every for name in traits.kernels)),
+            remembers=tuple(dict.fromkeys(kind for traits in every for kind in traits.remembers)),
+            needs_learning_rates=any(traits.needs_learning_rates for traits in every),
+            needs_link_cost=any(traits.needs_link_cost for traits in every),
+            tries=tried,
             unbiased=False,
         )
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:
-        return next(
-            m.remembered_numel(kind, parameter) for m in map(method, self.candidates) if kind in m.traits.remembers
-        )
+        every = map(method, self.traits.tries)
+        return next(m.remembered_numel(kind, parameter) for m in every if kind in m.traits.remembers)
 
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
-        return next((told for spec in self.candidates if (told := method(spec).caution(optimizer, parameters))), None)
+        left_out = self.unsuited(optimizer, parameters)
+        told = (method(s).caution(optimizer, parameters) for s in self.traits.tries if s not in left_out)
+        return next(filter(None, told), None)
 
     @staticmethod
     def _check_sizes(chosen: list[Method]) -> None:

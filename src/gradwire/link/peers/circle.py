@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -26,7 +26,7 @@ STRANGE_S = 2.0
 """Time that it waits for the reason if it is not connected to all ranks."""
 
 ORDER_S = 1.0
-"""Time that it waits for another reason if it knows only of an orderly end of a rank."""
+"""Time that it waits for another reason if it knows only of an orderly end of a rank, or of a silence."""
 
 RECENT_S = 10.0
 """Largest age of a failure of another link that may explain why a rank is missing in this one."""
@@ -173,11 +173,14 @@ class Circle:
             return Blame((), "it has no other ranks")
         began_s = time.monotonic()
         with watch.changed:
+            # A silence may end while this rank waits for another reason.
+            silent_s = _known(watch.quiet(self._depends, began_s))
             while watch.judge(self._depends, self.token, orderly=False) is None:
                 # A rank that closed its link or ended in an orderly way may be about to send another notice.
                 in_order = watch.judge(self._depends, self.token) is not None
                 met = None not in watch.quiet(self._depends, began_s).values()
-                patience_s = ORDER_S if in_order else PATIENCE_S if met else STRANGE_S
+                # Ranks that hear both ends of a silence wait for these to tell them.
+                patience_s = ORDER_S if in_order or silent_s else PATIENCE_S if met else STRANGE_S
                 left_s = began_s + patience_s - time.monotonic()
                 if left_s <= 0:
                     break
@@ -185,30 +188,54 @@ class Circle:
             else:
                 watch.changed.wait(SETTLE_S)
             found = watch.judge(self._depends, self.token, elsewhere_since_s=began_s - RECENT_S)
-        return found or self._of_the_quiet(watch)
+        return found or self._of_the_quiet(watch, silent_s)
 
-    def _of_the_quiet(self, watch: Watch) -> Blame:
+    def _of_the_quiet(self, watch: Watch, before_s: Mapping[int, float]) -> Blame:
+        """Blame the ranks without a sign of life now, or else those without one when the collective broke."""
         quiet = watch.quiet(self._depends, time.monotonic())
-        if not quiet:
+        met = _known(quiet) or before_s
+        if not (quiet or met):
             alive = "all ranks are alive; the network between them broke, or the timeout of the group is too short"
             return Blame((), alive)
-        met = {rank: silent_s for rank, silent_s in quiet.items() if silent_s is not None}
         if watch.storeless and not met:
             return Blame((), without_store())
         if met:
-            why = "(stopped, or its machine is gone)"
-            parts = [f"rank {rank} hangs: no sign of it for {s:.0f} s {why}" for rank, s in met.items()]
+            parts = self._no_sign_of(met)
         else:
-            parts = [_never_came(list(quiet))]
+            parts = [_never_came(list(quiet), self.rank)]
         return Blame(tuple(met or quiet), "; ".join(parts))
 
+    def _no_sign_of(self, silent_s: Mapping[int, float]) -> list[str]:
+        """Return the explanations about ranks that gave no sign for some seconds, each with both ends of the silence.
 
-def _never_came(ranks: list[int]) -> str:
-    """Return the explanation about ranks that never connected, some of which may only be late."""
+        Others read them, too, and may hear the rank that this one does not hear.
+        """
+        if len(silent_s) == len(self._depends) > 1:
+            told = ", ".join(map(str, sorted(silent_s)))
+            return [
+                f"rank {self.rank} hears no other rank: no sign of ranks {told} for {max(silent_s.values()):.0f} s, so "
+                "that its own network is silent, or all of them are stopped"
+            ]
+        return [
+            f"rank {rank} hangs, or the network between it and rank {self.rank} is silent: no sign of it for {s:.0f} s"
+            for rank, s in silent_s.items()
+        ]
+
+
+def _known(quiet_s: Mapping[int, float | None]) -> dict[int, float]:
+    """Return the quiet ranks that were connected once."""
+    return {rank: silent_s for rank, silent_s in quiet_s.items() if silent_s is not None}
+
+
+def _never_came(ranks: list[int], here: int) -> str:
+    """Return the explanation about ranks that never connected to a rank, some of which may only be late."""
     if len(ranks) == 1:
-        return f"rank {ranks[0]} never came here (it ended before, or is out of reach)"
+        return f"rank {ranks[0]} never came to rank {here} (it ended before, or is out of its reach)"
     told = ", ".join(map(str, ranks))
-    return f"one of ranks {told}, or several, ended before they came here, or are out of reach; others may be late"
+    return (
+        f"one of ranks {told}, or several, ended before they came to rank {here}, or are out of its reach; others may "
+        "be late"
+    )
 
 
 def _fulfil(made: Future[list[Lane]], make: Callable[[Any], list[Lane]], prefix: str) -> None:

@@ -33,6 +33,10 @@ BEAT_S = 0.5
 """Time between two signs of life of a rank."""
 
 HANDSHAKE_S = 10.0
+FIRST_TRY_S = 1.5
+"""The longest that the first connection to a rank may take: one behind a silent network must not keep this rank from
+those behind it in line. Each later try may take twice as long, up to :data:`HANDSHAKE_S`."""
+
 LOOK_S = 0.05
 """Time between two reads of the store for the address of a rank that has not started yet, at first."""
 
@@ -157,7 +161,7 @@ class Connections:
     # ------------------------------------------------------------------ the thread that finds lower ranks
 
     def _seek(self) -> None:
-        pause_s = LOOK_S
+        pause_s, tries = LOOK_S, dict[int, int]()
         while not self._closed.is_set():
             with self._lock:
                 sought = sorted(self._sought)
@@ -171,7 +175,10 @@ class Connections:
                     # Ranks that start from now on cannot be found any more.
                     self._storeless()
                     return
-                line = None if found is None else self._connect(rank, found)
+                if found is None:
+                    continue
+                line = self._connect(rank, found, min(FIRST_TRY_S * 2 ** tries.get(rank, 0), HANDSHAKE_S))
+                tries[rank] = tries.get(rank, 0) + 1
                 if line is not None:
                     with self._lock:
                         self._sought.discard(rank)
@@ -181,11 +188,11 @@ class Connections:
             self._closed.wait(pause_s)
             pause_s = min(1.5 * pause_s, 1.0)
 
-    def _connect(self, rank: int, found: bytes) -> _Line | None:
-        """Return a connection to a lower rank; None if it cannot be reached now."""
+    def _connect(self, rank: int, found: bytes, patience_s: float) -> _Line | None:
+        """Return a connection to a lower rank; None if it cannot be reached now, or not within a time."""
         try:
             address = Address.read(found)
-            made = socket.create_connection((address.host, address.port), HANDSHAKE_S)
+            made = socket.create_connection((address.host, address.port), patience_s)
         except (OSError, PayloadError):
             return None
         try:

@@ -12,6 +12,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.planning import Planner
+from gradwire.methods.accuracy import accuracy_text, note_of
 from gradwire.methods.auto import Auto
 from gradwire.methods.spec import method as read_method
 from gradwire.model.machine import LinkModel
@@ -164,10 +165,18 @@ class Autotuner:
     Args:
         method: The candidates and the length of the trial.
         planners: Planners by spec, in the order of the candidates.
+        left_out: Candidates without a planner, which are not tried, and the reason for each.
     """
 
-    def __init__(self, method: Auto, planners: Mapping[str, Planner], clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        method: Auto,
+        planners: Mapping[str, Planner],
+        clock: Callable[[], float] = time.perf_counter,
+        left_out: Mapping[str, str] | None = None,
+    ) -> None:
         self.method, self._planners, self._clock = method, dict(planners), clock
+        self._never = dict(left_out or {})
         self._rememberers = {spec for spec in self._planners if read_method(spec).traits.remembers}
         self._keepers = {spec for spec in self._planners if RESIDUAL in read_method(spec).traits.remembers}
         everything = list(next(iter(self._planners.values())).parameters)
@@ -183,7 +192,7 @@ class Autotuner:
         self._smallest = min(self._bytes, key=lambda spec: self._bytes[spec])
         # DDP changes its buckets after the first round, and buffers grow in the second: neither is timed.
         self._schedule = [Trial(self._smallest, timed) for timed in (False, False, True, True)]
-        self._left_out: dict[str, str] = {}
+        self._left_out = dict(self._never)
         self._tried = False
         self._samples: dict[str, list[float]] = {}
         self._running: Trial | None = None
@@ -246,9 +255,16 @@ class Autotuner:
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the choice of a checkpoint; if it has none, the trial goes on.
 
+        A loaded memory may hold residuals that the method of the next round does not keep, so that it sends them. The
+        round that was interrupted is tried again, after one that is not timed.
+
         Raises:
             IncompatibleError: the choice is not a candidate here.
         """
+        self._owing, self._last = True, None
+        if self._running is not None:
+            self._schedule[:0] = [Trial(self._running.spec, False), self._running]
+            self._running = None
         index, specs = int(state.get("choice", -1)), list(self._planners)
         if index < 0:
             return
@@ -317,12 +333,16 @@ class Autotuner:
     def record(self) -> dict[str, Any]:
         """Return the choice, its reason, and for each candidate its time or why it was not tried.
 
-        ``link_bytes_per_s`` is the bandwidth of a host while all ranks send; None before the measurement, and on one
-        host.
+        ``note`` is what there is to say of the choice beside its speed: whether it keeps a residual, how trainings by
+        it ended in the committed tables, and which momentum and learning rate to use. ``accuracy`` has the tables'
+        figures for every candidate, None where they have none. ``link_bytes_per_s`` is the bandwidth of a host while
+        all ranks send; None before the measurement, and on one host.
         """
         return {
             "chosen": self.choice,
             "reason": self._reason if self.choice else "the trial still runs",
+            "note": note_of(self.choice) if self.choice else None,
+            "accuracy": {spec: accuracy_text(spec) for spec in self.method.traits.tries},
             "step_s": dict(self._means),
             "left_out": dict(self._left_out),
             "sent_bytes_per_step": dict(self._bytes),

@@ -199,6 +199,7 @@ def make_selection(
     coders: CoderSelection,
     number: LinkNumber,
     warnings: WarnOnce,
+    optimizer: Any = None,
 ) -> Selection:
     """Return the selection of a link.
 
@@ -211,6 +212,7 @@ def make_selection(
         coders: Chooses the coders that methods leave open, before the first round.
         number: Number of the link.
         warnings: Warnings of the link.
+        optimizer: The optimizer of the parameters; None if none was given.
 
     Raises:
         IncompatibleError: the method cannot do what the options ask.
@@ -228,7 +230,15 @@ def make_selection(
     if isinstance(method, Auto):
         # Trials are compared by sealed messages, whatever the candidates send.
         compiled_s.append(checksum.warm_up())
-        chosen = Autotuner(method, {spec: ready(read_method(spec), options) for spec in method.candidates})
+        left_out, planners = method.unsuited(optimizer, parameters), dict[str, Planner]()
+        for spec in (spec for spec in method.traits.tries if spec not in left_out):
+            try:
+                planners[spec] = ready(read_method(spec), options)
+            except IncompatibleError as error:
+                if spec not in method.added:
+                    raise
+                left_out[spec] = f"not tried: {error}"
+        chosen = Autotuner(method, planners, left_out=left_out)
     else:
         chosen = FixedSelection(ready(method, options))
     if options.fallback is not None and options.fallback_limit is not None:

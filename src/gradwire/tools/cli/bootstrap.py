@@ -102,7 +102,7 @@ def _came_to(link: Any) -> str:
     spec, record = repr(link.method), link.record()
     choice, returned = record["choice"], record["fallback"]
     if choice is not None:
-        spec = choice_text(choice["chosen"], choice["reason"]) or spec
+        spec = choice_text(choice["chosen"], choice["reason"], choice["note"]) or spec
     if returned is not None:
         spec = f"{spec}, {fallback_text(returned['method'], fallback_reason(returned))}"
     return spec

@@ -48,8 +48,8 @@ Outages = Annotated[
     list[str] | None,
     _cluster(
         "--outage",
-        metavar="LENGTH@START[:hostN]",
-        help="All links, or one host's, are silent: 10s@60s, 5s@90s:host2; repeatable",
+        metavar="LENGTH@START[:hostN[-hostM]]",
+        help="Links are silent: all, 10s@60s, one host's, 5s@90s:host2, or between two, 5s@90s:host2-host3; repeatable",
     ),
 ]
 Congestion = Annotated[str | None, _cluster(metavar="NAME", help="TCP's congestion control; by default this machine's")]

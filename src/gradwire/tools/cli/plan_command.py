@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import gradwire as gw
-from gradwire.model.forecast import Forecast, Scenario, forecast, recommend
+from gradwire.methods.accuracy import note_of
+from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Profile
 from gradwire.tools.bench.predict import default_path, machine_of_rows, measure_machine
@@ -34,9 +35,7 @@ def plan(options: PlanOptions) -> None:
         UsageError: options that do not go together.
     """
     arguments, ranks_per_host = options.arguments or [], options.gpus_per_host
-    for spec in options.method or ():
-        if gw.method(spec).traits.tries:
-            raise UsageError(f"{spec} chooses among methods while it trains: name the methods to predict, one by one")
+    methods = _candidates(options.method or METHODS)
     _check_calibration(options.calibration, options.calibrate)
     if arguments and not options.profile.endswith(".py"):
         raise UsageError(
@@ -81,7 +80,7 @@ def plan(options: PlanOptions) -> None:
     for name, link in links.items():
         for count in counts:
             setting = Scenario(hosts=count, ranks_per_host=ranks_per_host, cores=options.cores, link=link)
-            forecasts, refused = forecast(known, options.method or METHODS, setting, machine)
+            forecasts, refused = forecast(known, methods, setting, machine)
             choice, reason = recommend(forecasts)
             advice.append((f"{count} x {ranks_per_host} workers, {name}", reason))
             curves += [(name, f) for f in forecasts]
@@ -96,6 +95,7 @@ def plan(options: PlanOptions) -> None:
                         "loss": link.loss,
                         **{key: value for key, value in dataclasses.asdict(f).items() if key != "apart"},
                         "recommended": f.method == choice,
+                        "note": None if f.method == NOTHING else note_of(f.method),
                     }
                 )
             for spec, why in refused.items():
@@ -111,11 +111,21 @@ def plan(options: PlanOptions) -> None:
         print_plan(rows)
         for place, reason in advice:
             print(f"{place}: {reason}")
+        for spec in methods:
+            note = note_of(spec)
+            if note is not None and gw.method(spec).traits.remembers:
+                print(f"{spec}: {note}")
     if options.figure is not None:
         from gradwire.tools.report.figures import draw_scaling
 
         draw_scaling(options.figure, [(name, f.method, f.world_size, f.worker_steps_per_s) for name, f in curves])
         print(f"figure: {options.figure}", file=sys.stderr)
+
+
+def _candidates(specs: Sequence[str]) -> list[str]:
+    """Return the methods to predict: of a method that chooses among others, such as ``auto``, its candidates."""
+    found = [one for spec in specs for one in gw.method(spec).traits.tries or (spec,)]
+    return list(dict.fromkeys(found))
 
 
 def _link(text: str, delay_s: float, loss: float) -> LinkModel:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gradwire as gw
+from gradwire.methods.accuracy import note_of
 from gradwire.tools.report.summary import link_texts
 from gradwire.tools.report.verdict import bytes_text, percent, rate_text, seconds_text
 
@@ -265,7 +266,7 @@ def _print_one(row: Mapping[str, Any]) -> None:
     lines = {key.replace("_", " "): value for key, value in row.items() if key != "unbiased_note"}
     if isinstance(chosen, gw.Auto):
         lines = {key: lines[key] for key in ("name", "spec", "summary")}
-        lines |= {"candidates": ", ".join(chosen.candidates), "turns": chosen.turns, "steps": chosen.steps}
+        lines |= {"candidates": ", ".join(chosen.traits.tries), "turns": chosen.turns, "steps": chosen.steps}
     else:
         lines |= {"unbiased": unbiased_text(row), "bit stable": "yes" if row["bit_stable"] else "no"}
         lines["outcome"] = DIRECTION if chosen.traits.direction else "the mean of the gradients, or an estimate of it"
@@ -274,6 +275,9 @@ def _print_one(row: Mapping[str, Any]) -> None:
         print(f"{key + ':':<18} {'-' if value in (None, '') else shown}")
     if isinstance(chosen, gw.Auto):
         print("It tries the candidates in so many turns of so many steps each, and keeps the fastest.")
+        for spec in chosen.traits.tries:
+            if (note := note_of(spec)) is not None:
+                print(f"{spec}: {note}")
     for key, text in NOTES.items():
         if any(lines.get(name) is not None for name in (key, f"{key} formula")):
             print(f"{key}: {text}")

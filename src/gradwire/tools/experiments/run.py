@@ -39,7 +39,8 @@ def check_link(plan: RunConfig) -> None:
     method = gw.method(plan.method)
     if method.traits.owns_momentum and (plan.task.optimizer != "sgd" or plan.task.momentum):
         raise UsageError(f"{method!r} brings its own momentum: use --optimizer sgd --momentum 0 with it")
-    tried = (() if plan.simulate else method.traits.tries) or (method,)
+    # A link leaves out what Auto(residuals=True) adds where an option refuses it.
+    tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
     # A simulation has no fallback, and RunConfig has refused one.
     model = build_model(plan)
     beside = link_options(plan, plan.task.build_optimizer(model))

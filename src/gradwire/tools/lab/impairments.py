@@ -88,6 +88,7 @@ class Outage:
         lasts_s: Length in seconds.
         from_s: Its beginning, in seconds after the network was opened.
         host: Number of the host whose link is silent; None: all links.
+        peer: Number of a second host: only frames between the two are dropped; None: those to and from all hosts.
 
     Raises:
         HyperparameterError: a number is out of range.
@@ -96,8 +97,11 @@ class Outage:
     lasts_s: float
     from_s: float
     host: int | None = None
+    peer: int | None = None
 
     def __post_init__(self) -> None:
+        if self.peer is not None and self.host in (None, self.peer):
+            raise HyperparameterError(f"outage={self.spec()}: two different hosts are needed")
         if self.lasts_s <= 0 or self.from_s < 0:
             raise HyperparameterError(
                 f"outage={self.spec()}: a length above 0 s is needed, and no beginning before 0 s"
@@ -105,20 +109,24 @@ class Outage:
 
     @classmethod
     def parse(cls, text: str) -> Outage:
-        """Read ``10s@60s``, ten seconds from the sixtieth second on, or ``10s@60s:host2`` for one host's link.
+        """Read ``10s@60s``, ten seconds from the sixtieth second on.
+
+        ``10s@60s:host2`` is an outage of one host's link, ``10s@60s:host2-host3`` one of what two send to each other.
 
         Raises:
             HyperparameterError: the text is something else.
         """
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)s@(\d+(?:\.\d+)?)s(?::host(\d+))?", text.strip())
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)s@(\d+(?:\.\d+)?)s(?::host(\d+)(?:-host(\d+))?)?", text.strip())
         if not found:
             raise HyperparameterError(
-                f"outage {text!r}: a length and a beginning are needed, such as 10s@60s, or 10s@60s:host2 for one host"
+                f"outage {text!r}: a length and a beginning are needed, such as 10s@60s, or 10s@60s:host2 for one"
+                " host, or 10s@60s:host2-host3 for what two send to each other"
             )
-        host = None if found[3] is None else int(found[3])
-        return cls(lasts_s=float(found[1]), from_s=float(found[2]), host=host)
+        host, peer = (None if number is None else int(number) for number in found.group(3, 4))
+        return cls(lasts_s=float(found[1]), from_s=float(found[2]), host=host, peer=peer)
 
     def spec(self) -> str:
         """Return the outage as text that :meth:`parse` reads back."""
         lasts, begins = (plain(Decimal(repr(value))) for value in (self.lasts_s, self.from_s))
-        return f"{lasts}s@{begins}s" + ("" if self.host is None else f":host{self.host}")
+        hosts = "-".join(f"host{number}" for number in (self.host, self.peer) if number is not None)
+        return f"{lasts}s@{begins}s" + (f":{hosts}" if hosts else "")

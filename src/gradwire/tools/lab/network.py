@@ -9,12 +9,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from gradwire.errors import BackendError
 from gradwire.tools.lab import iproute
-from gradwire.tools.lab.impairments import UNIMPAIRED
+from gradwire.tools.lab.impairments import UNIMPAIRED, Outage
 from gradwire.tools.lab.iproute import Counters, LabError
 from gradwire.tools.lab.locks import Claim, dead_labs
 from gradwire.tools.lab.quantities import Rate
@@ -67,14 +68,46 @@ class Network:
         self.name, self.topology = name, topology
         self.emulator: Emulator = "veth"
         self.relay: Relay | None = None
+        self._moved: set[int] = set()
 
     def namespace(self, host: int) -> str:
         """Return the namespace of a host."""
         return f"{self.name}-h{host}"
 
     def address(self, host: int) -> str:
-        """Return the address of a host."""
-        return f"10.77.0.{host + 1}"
+        """Return the current address of a host."""
+        return f"10.77.{int(host in self._moved)}.{host + 1}"
+
+    def change_address(self, host: int) -> None:
+        """Give a host another address, as a new lease would, or its first one back; its connections end with the old.
+
+        Raises:
+            LabError: the kernel refused.
+        """
+        before = self.address(host)
+        self._moved ^= {host}
+        iproute.ip(
+            [
+                f"addr del {before}/16 dev {INTERFACE}",
+                f"addr add {self.address(host)}/16 dev {INTERFACE}",
+                # The last address of an interface takes the neighbours with it.
+                *self._neighbours(host),
+            ],
+            self.namespace(host),
+        )
+        for other in range(self.topology.hosts):
+            if other != host:
+                iproute.ip(self._neighbours(other), self.namespace(other))
+
+    def _neighbours(self, host: int) -> list[str]:
+        """Return the lines that tell a host the others' hardware addresses, which the relay does not resolve."""
+        if self.relay is None:
+            return []
+        return [
+            f"neigh replace {self.address(other)} lladdr {_hardware(other)} dev {INTERFACE} nud permanent"
+            for other in range(self.topology.hosts)
+            if other != host
+        ]
 
     def enter(self, host: int) -> list[str]:
         """Return the words to put before a command that is to run on a host."""
@@ -164,12 +197,7 @@ class Network:
                 f"link set {INTERFACE} up",
                 "link set lo up",
             ]
-            lines += [
-                f"neigh replace {self.address(other)} lladdr {_hardware(other)} dev {INTERFACE} nud permanent"
-                for other in range(t.hosts)
-                if other != host
-            ]
-            iproute.ip(lines, self.namespace(host))
+            iproute.ip([*lines, *self._neighbours(host)], self.namespace(host))
 
     def _set_tcp(self, host: int) -> None:
         """Set the congestion control of a host's connections, and buffers that hold what is on impaired links."""
@@ -239,10 +267,21 @@ class Network:
         """Return what the relay has counted; None without one."""
         return None if self.relay is None else self.relay.report()
 
-    def restart_outages(self) -> None:
-        """Let the outages count from now instead of from when the network was opened."""
+    def restart_outages(self, outages: Sequence[Outage] | None = None) -> None:
+        """Let the outages count from now instead of from when the network was opened.
+
+        Args:
+            outages: Outages in place of the topology's; None: those. Only the relay has outages.
+
+        Raises:
+            LabError: others are given, and the emulator is not the relay.
+        """
+        if outages is not None:
+            if self.relay is None:
+                raise LabError(f"{self.emulator} has no outages: open the network with the relay")
+            self.topology = replace(self.topology, outages=tuple(outages))
         if self.relay is not None:
-            self.relay.restart_outages()
+            self.relay.restart_outages(outages)
 
     def close(self) -> None:
         """End the relay."""

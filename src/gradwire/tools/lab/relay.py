@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from gradwire.tools.lab.impairments import Outage
 from gradwire.tools.lab.iproute import Counters, LabError
 from gradwire.tools.lab.topology import Topology
 from gradwire.tools.processes import die_with_parent
@@ -160,9 +161,10 @@ class Relay:
         """Change the rates at which hosts receive, and groups send and receive."""
         self._ask({"do": "rates", "topology": topology.spec()})
 
-    def restart_outages(self) -> None:
-        """Let the outages count from now."""
-        self._ask({"do": "outages"})
+    def restart_outages(self, outages: Sequence[Outage] | None = None) -> None:
+        """Let the outages, or others in their place, count from now."""
+        specs = None if outages is None else [outage.spec() for outage in outages]
+        self._ask({"do": "outages", "outages": specs})
 
     def report(self) -> RelayReport:
         """Return the counters."""

@@ -61,7 +61,7 @@ class State(NamedTuple):
         buckets: float64 [4, H + 2 G]: for receiving hosts, sending groups and receiving groups: nanoseconds a byte, 0
             without limit; bytes of the bucket; when it is full again; when the last frame left.
         last_ns: int64 [2, H, H]: when the last frame from host to host was due, behind the host and behind the group.
-        outages: int64 [n, 3]: first nanosecond, end, and host or -1 for all.
+        outages: int64 [n, 4]: first nanosecond, end, host or -1 for all, and peer or -1 for all.
         polled: int32 [H + 1, 2]: ``struct pollfd`` of each TAP device, and of the pipe of commands.
         time: int64 [2]: ``struct timespec``.
         pool: uint8: the slots, the small ones first, and room for a frame to be thrown away.
@@ -268,7 +268,7 @@ def relay_frames(
             _count(counters, READ, source, size)
             # The pattern of losses counts all frames, whether a link is silent or not.
             fails = is_lost(links, chances, drawn, source)
-            still = silent(outages, source, now - numbers[OUTAGES_FROM_NS])
+            still = silent(outages, source, target, now - numbers[OUTAGES_FROM_NS])
             if fails or still:
                 _count(counters, SILENCED if still else LOST, source, size)
                 _release(slots, numbers, slot)
@@ -335,7 +335,7 @@ def relay_frames(
         elif t > now:
             push(heap, numbers, t, 4 * slot + step)
         else:
-            if silent(outages, target, t - numbers[OUTAGES_FROM_NS]):
+            if silent(outages, target, source_of, t - numbers[OUTAGES_FROM_NS]):
                 _count(counters, SILENCED, target, size)
             else:
                 now = _now(time)

@@ -1,8 +1,8 @@
 """The process that is the network between the hosts: ``python -m gradwire.tools.lab.relay_process``.
 
 Its standard input gives a line of JSON that describes the network, and then commands, each answered with a line:
-``{"do": "rates", ...}`` changes rates, ``{"do": "outages"}`` lets the outages count from now, ``{"do": "report"}`` and
-``{"do": "groups"}`` ask for counters. At the end of its input, or at SIGTERM, it ends.
+``{"do": "rates", ...}`` changes rates, ``{"do": "outages"}`` lets the outages count from now, or others where it lists
+them, ``{"do": "report"}`` and ``{"do": "groups"}`` ask for counters. At the end of its input, or at SIGTERM, it ends.
 """
 
 from __future__ import annotations
@@ -125,9 +125,14 @@ def generators(seed: int, links: int) -> np.ndarray:
 def outages_ns(outages: Sequence[Outage]) -> np.ndarray:
     """Return the outages as rows for the loop."""
     rows = [
-        (round(o.from_s * 1e9), round((o.from_s + o.lasts_s) * 1e9), -1 if o.host is None else o.host) for o in outages
+        (
+            round(o.from_s * 1e9),
+            round((o.from_s + o.lasts_s) * 1e9),
+            *(-1 if number is None else number for number in (o.host, o.peer)),
+        )
+        for o in outages
     ]
-    return np.array(rows, np.int64).reshape(len(rows), 3)
+    return np.array(rows, np.int64).reshape(len(rows), 4)
 
 
 def set_rates(state: State, topology: Topology) -> None:
@@ -222,6 +227,8 @@ def main() -> None:
             if command["do"] == "rates":
                 set_rates(state, Topology.parse(command["topology"]))
             elif command["do"] == "outages":
+                if command["outages"] is not None:
+                    state = state._replace(outages=outages_ns([Outage.parse(text) for text in command["outages"]]))
                 state.numbers[loop.OUTAGES_FROM_NS] = now
             _answer({"groups": groups_of(state)} if command["do"] == "groups" else report(state))
 

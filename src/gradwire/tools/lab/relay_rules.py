@@ -85,10 +85,13 @@ def leaves(buckets, bucket, size, t):
 
 
 @njit
-def silent(outages, host, since_ns):
-    """Return whether a host's link is silent, so many nanoseconds after outages began to count."""
+def silent(outages, host, other, since_ns):
+    """Return whether a host's link is silent towards another, so many nanoseconds after outages began to count."""
     for i in range(outages.shape[0]):
-        if (outages[i, 2] < 0 or outages[i, 2] == host) and outages[i, 0] <= since_ns < outages[i, 1]:
+        if not outages[i, 0] <= since_ns < outages[i, 1]:
+            continue
+        one, peer = outages[i, 2], outages[i, 3]
+        if one < 0 or (one == host and (peer < 0 or peer == other)) or (one == other and peer == host):
             return True
     return False
 

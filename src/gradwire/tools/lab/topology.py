@@ -101,7 +101,7 @@ class Topology:
         self._check_groups()
         if self.groups == 1 and (self.between is not None or self.between_impairments != UNIMPAIRED):
             raise HyperparameterError("between=... is about the links between groups: give groups=2 or more too")
-        for host in (*self.overrides, *self.host_impairments, *(o.host for o in self.outages if o.host is not None)):
+        for host in (*self.overrides, *self.host_impairments, *self._silenced()):
             if not 0 <= host < self.hosts:
                 raise HyperparameterError(f"host{host}: the hosts are 0 to {self.hosts - 1}")
         for group in (*self.between_overrides, *self.group_impairments):
@@ -126,6 +126,10 @@ class Topology:
             object.__setattr__(self, "groups", len(self.members))
         elif self.groups < 1 or self.hosts % self.groups:
             raise HyperparameterError(f"groups={self.groups}: {self.hosts} hosts cannot be spread over them evenly")
+
+    def _silenced(self) -> list[int]:
+        """Return the hosts that outages name."""
+        return [host for outage in self.outages for host in (outage.host, outage.peer) if host is not None]
 
     def send_rate(self, host: int) -> Rate:
         """Return the rate at which a host may send."""

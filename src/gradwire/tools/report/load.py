@@ -92,6 +92,7 @@ CHOICE = _record(
         "reason": _or_none(_text),
         "step_s": _or_none(_mapping(_finite)),
         "left_out": _or_none(_mapping(_text)),
+        "note": _or_none(_text),
     },
 )
 

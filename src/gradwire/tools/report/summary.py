@@ -12,21 +12,27 @@ from typing import Any
 from gradwire.tools.report.load import Run, load_runs
 
 
-def choice_text(chosen: str | None, reason: str | None) -> str | None:
+def choice_text(chosen: str | None, reason: str | None, note: str | None = None) -> str | None:
     """Describe the choice of ``auto`` in one line; None if there was nothing to choose.
+
+    Args:
+        chosen: The method; None before the choice.
+        reason: The reason for it; None if there was nothing to choose.
+        note: What the choice costs in accuracy, and with which momentum and learning rate to train.
 
     Example:
         >>> choice_text("bf16", "the fastest of 3 in 4 turns of 3 steps")
         'auto took bf16 (the fastest of 3 in 4 turns of 3 steps)'
     """
     if chosen is not None:
-        return f"auto took {chosen} ({reason})"
+        return f"auto took {chosen} ({reason})" + ("" if note is None else f": {note}")
     return None if reason is None else "auto had not chosen yet: its trial takes more steps than these"
 
 
 def choice_details(choice: Mapping[str, Any]) -> str:
     """Describe in one line the choice, the step time of each candidate, and the candidates left out."""
-    parts = [choice_text(choice.get("chosen"), choice.get("reason")) or "nothing was chosen"]
+    text = choice_text(choice.get("chosen"), choice.get("reason"), choice.get("note"))
+    parts = [text or "nothing was chosen"]
     steps = [f"{spec} {step_s * 1e3:.3g} ms" for spec, step_s in (choice.get("step_s") or {}).items()]
     if steps:
         parts.append(f"a step took {', '.join(steps)}")
@@ -67,7 +73,7 @@ def fallback_text(method: str | None, reason: str | None) -> str | None:
 def link_texts(row: Mapping[str, Any]) -> list[str]:
     """Return lines about the link of a run, from the run's flat numbers."""
     texts = (
-        choice_text(row["chosen_method"], row["choice_reason"]),
+        choice_text(row["chosen_method"], row["choice_reason"], row["choice_note"]),
         fallback_text(row["fallback_method"], row["fallback_reason"]),
     )
     return [text for text in texts if text is not None]
@@ -79,8 +85,9 @@ class RunSummary:
 
     ``final_*`` is the last evaluation, ``best_*`` the best; both are None if the run ended before its first.
     ``chosen_method`` is the choice of ``auto``, ``choice_reason`` its reason: both are None if there was nothing to
-    choose, only the method if the trial did not end. ``fallback_method`` is the method that ranks returned to,
-    ``fallback_reason`` says when and why; both are None if they did not.
+    choose, only the method if the trial did not end. ``choice_note`` says what the choice costs in accuracy, and with
+    which momentum and learning rate to train; None where nothing is known. ``fallback_method`` is the method that ranks
+    returned to, ``fallback_reason`` says when and why; both are None if they did not.
     """
 
     run: str
@@ -106,6 +113,7 @@ class RunSummary:
     bits_per_element: float | None
     chosen_method: str | None
     choice_reason: str | None
+    choice_note: str | None
     fallback_method: str | None
     fallback_reason: str | None
 
@@ -155,6 +163,7 @@ def summarize(run: Run) -> RunSummary:
         bits_per_element=32.0 * sent / dense if dense else None,
         chosen_method=choice.get("chosen"),
         choice_reason=choice.get("reason"),
+        choice_note=choice.get("note"),
         fallback_method=returned["method"] if returned else None,
         fallback_reason=fallback_reason(returned) if returned else None,
     )
