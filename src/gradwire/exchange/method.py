@@ -312,6 +312,15 @@ class Method:
         """
         return None
 
+    def unsuited(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Return the reason for each of ``traits.spared`` that is not tried beside an optimizer.
+
+        Args:
+            optimizer: The optimizer that was given to the link; None if none was.
+            parameters: The parameters that are exchanged, by name.
+        """
+        return {}
+
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
         """Hook the method's further work into the steps of an optimizer that was checked.
 

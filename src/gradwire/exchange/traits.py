@@ -45,6 +45,8 @@ class Traits:
         needs_link_cost: True if its codecs use the cost of a message on the network: :class:`gradwire.LinkCost`.
         gauges: Names of the numbers that it reports for every round on every rank, see :meth:`gradwire.Link.gauges`.
         tries: Specs of the methods that it tries in order to keep the fastest; empty for all other methods.
+        spared: Those of ``tries`` that are left out if an option of the link, or its optimizer, does not allow them, see
+            :meth:`Method.unsuited`.
         quantises_blocks: True if it rounds the values of a block to levels of the block's own scale.
         shares_scales: True if all ranks use the same scales, on which they agree by an exchange of its own.
         parts: How many parts a vector has if a round sends one of them and as many rounds send every element; None for
@@ -85,6 +87,7 @@ class Traits:
     needs_link_cost: bool = False
     gauges: tuple[str, ...] = ()
     tries: tuple[str, ...] = ()
+    spared: tuple[str, ...] = ()
     quantises_blocks: bool = False
     shares_scales: bool = False
     parts: int | None = None

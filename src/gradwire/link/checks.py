@@ -13,7 +13,6 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.planning import Options
 from gradwire.link.failures import WarnOnce
 from gradwire.link.selection.fallback import check_fallback
-from gradwire.methods.auto import Auto
 from gradwire.methods.feedback.optimizers import momentum_of, not_stepped, not_stepped_here
 from gradwire.methods.spec import method as read_method
 
@@ -52,7 +51,7 @@ def optimizer_terms(method: Method, optimizer: Any, parameters: Mapping[str, tor
     With local steps they are the parameters that it updates; an optimizer that was not given is assumed to update all
     of them. With a choice among methods they are the candidates that are not tried beside it.
     """
-    if isinstance(method, Auto) and method.added:
+    if method.traits.spared:
         return {"candidates left out beside the optimizer": sorted(method.unsuited(optimizer, parameters))}
     if not method.traits.local_steps:
         return {}
@@ -154,7 +153,7 @@ def check_options(method: str | Method, *, optimizer: Any = None, **options: Any
     """
     found, given = read_method(method), Options.of(options)
     # What Auto(residuals=True) adds is left out where an option refuses it.
-    for one in found.candidates if isinstance(found, Auto) else (found,):
+    for one in [spec for spec in found.traits.tries if spec not in found.traits.spared] or (found,):
         given.collectives(read_method(one))
     check_optimizer(found, optimizer, {})
     if given.fallback is not None:

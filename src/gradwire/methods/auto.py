@@ -95,12 +95,6 @@ class Auto(Method):
         return tuple(s for s in WITH_RESIDUALS if type(method(s)) not in listed) if self.residuals else ()
 
     def unsuited(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """Return the reason for each added candidate that is not tried beside an optimizer.
-
-        Args:
-            optimizer: The optimizer that was given to the link; None if none was.
-            parameters: The parameters that are exchanged, by name.
-        """
         apart = [spec for spec in self.added if without_momentum(spec)]
         if optimizer is None:
             return dict.fromkeys(apart, UNKNOWN)
@@ -122,6 +116,7 @@ class Auto(Method):
             needs_learning_rates=any(traits.needs_learning_rates for traits in every),
             needs_link_cost=any(traits.needs_link_cost for traits in every),
             tries=tried,
+            spared=self.added,
             unbiased=False,
         )
 
