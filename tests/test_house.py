@@ -69,6 +69,7 @@ LAYERS = {
     "link": METHODS_OF
     | {"exchange.drivers", "exchange.planning", "graphs", "methods", "methods.auto", "methods.spec", "model"},
     "link.adapters": LEAVES | {"exchange.method", "exchange.planning", "link"},
+    "publish": {"errors", "kernels"},
     "integrations": {"errors", "exchange.method", "link", "link.adapters", "methods.spec"},
     "__init__": {
         "errors",
@@ -83,6 +84,7 @@ LAYERS = {
         "methods.registry",
         "methods.spec",
         "optim",
+        "publish",
         "version",
     },
     # Above the public interface: these build on `import gradwire`, and on a few parts of the library by name.
@@ -107,6 +109,7 @@ LAYERS = {
         "__init__",
         "errors",
         "model",
+        "publish",
         "tools.bench",
         "tools.experiments",
         "tools.lab",
@@ -128,6 +131,7 @@ FENCED = {
     "rich": {"tools.cli"},
     "sklearn": {"tools.experiments"},
     "scipy": {"model"},
+    "fsspec": {"publish"},
     "tensorboard": {"integrations"},
     "wandb": {"integrations"},
     "mlflow": {"integrations"},
@@ -139,6 +143,7 @@ FENCED = {
         "exchange.drivers",
         "link",
         "link.adapters",
+        "publish",
         "tools.bench",
         "tools.cli",
         "tools.experiments",
