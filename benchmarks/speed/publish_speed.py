@@ -62,7 +62,9 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
     words = generator.integers(0, 2**63, elements // 4, dtype=np.int64)
     weights = torch.from_numpy(words).view(torch.bfloat16)
     flat = weights.view(torch.int16)
-    changed = torch.from_numpy(np.flatnonzero(generator.random(elements) < density))
+    gaps = generator.geometric(density, int(1.1 * density * elements) + 1000)
+    places = np.cumsum(gaps) - 1
+    changed = torch.from_numpy(places[places < elements])
     ups = torch.from_numpy(generator.integers(0, 2, len(changed)).astype(np.int16) * 2 - 1)
     place = Kept()
     publisher = gw.WeightPublisher({"w": weights}, place, anchor_every=10**6, threads=threads)

@@ -118,20 +118,30 @@ def train(text: Path, start: int, steps: int, keep: int, samples: int) -> list[d
     began, loss = time.perf_counter(), math.nan
     for number in range(start):
         loss = step(number)
-    print(f"{model.numel} parameters, loss {loss:.3f} after {start} steps, {time.perf_counter() - began:.0f} s", flush=True)
+    print(
+        f"{model.numel} parameters, loss {loss:.3f} after {start} steps, {time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
     held = {name: tensor.detach().clone() for name, tensor in model.stacks.items()}
-    state = {k: {n: (v.clone() if isinstance(v, torch.Tensor) else v) for n, v in s.items()} for k, s in optimizer.state.items()}
+    state = {
+        k: {n: (v.clone() if isinstance(v, torch.Tensor) else v) for n, v in s.items()}
+        for k, s in optimizer.state.items()
+    }
     rows = []
     for rate in RATES:
         with torch.no_grad():
             for name, tensor in model.stacks.items():
                 tensor.copy_(held[name])
         for parameter, values in state.items():
-            optimizer.state[parameter] = {n: (v.clone() if isinstance(v, torch.Tensor) else v) for n, v in values.items()}
+            optimizer.state[parameter] = {
+                n: (v.clone() if isinstance(v, torch.Tensor) else v) for n, v in values.items()
+            }
         for group in optimizer.param_groups:
             group["lr"] = rate
         rows.append(measure(rate, model, step, start, steps, keep))
-        print({k: (round(v, 4) if isinstance(v, float) else v) for k, v in rows[-1].items() if k != "codes"}, flush=True)
+        print(
+            {k: (round(v, 4) if isinstance(v, float) else v) for k, v in rows[-1].items() if k != "codes"}, flush=True
+        )
     return rows
 
 
@@ -204,7 +214,13 @@ def main() -> None:
     torch.set_num_threads(2)
     text = arguments.text / "input.txt" if arguments.text.is_dir() else arguments.text
     rows = train(text, arguments.start, arguments.steps, arguments.keep, arguments.samples)
-    write(arguments.json, start_steps=arguments.start, samples=arguments.samples, compressors=list(compressors()), rows=rows)
+    write(
+        arguments.json,
+        start_steps=arguments.start,
+        samples=arguments.samples,
+        compressors=list(compressors()),
+        rows=rows,
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 A reader holds the weights of a step. Each attempt takes a good file, damages it in one of the ways below, by numbers
 drawn from the seed and the attempt, and hands it to the reader. In most ways all digests are computed anew, as an
-attacker would, so that what is tried is the decoder behind them. What is accepted must be the publisher's weights to
-the last bit; what is refused must leave every byte as it was.
+attacker would, so that what is tried is the decoder behind them. What is accepted must be weights that were published,
+to the last bit, such as an anchor under another step; what is refused must leave every byte as it was.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Case:
     tensors: dict[str, torch.Tensor]
     subscriber: gw.WeightSubscriber
     before: bytes
-    after: bytes
+    published: set[bytes]
     files: list[bytes]
 
 
@@ -69,7 +69,9 @@ def prepare(seed: int) -> Case:
                 (name,) = Path(folder).glob(f"*-{step:012d}-*")
                 found.append((name.read_bytes(), octets(tensors)))
                 moved = torch.rand(2000, generator=generator) < density
-                tensors["w"].view(torch.int16)[moved] += torch.randint(-3, 200, (2000,), generator=generator)[moved].short()
+                tensors["w"].view(torch.int16)[moved] += torch.randint(-3, 200, (2000,), generator=generator)[
+                    moved
+                ].short()
                 tensors["v"][3] += 0.25
         return found
 
@@ -80,7 +82,7 @@ def prepare(seed: int) -> Case:
     subscriber.apply(own[0][0])
     # The good patch first: half of all attempts damage it.
     files = [own[1][0], own[0][0], own[2][0], own[3][0], *(data for data, _ in other)]
-    return Case(seed, held, subscriber, octets(held), own[1][1], files)
+    return Case(seed, held, subscriber, octets(held), {state for _, state in (*own, *other)}, files)
 
 
 def rebuilt(head: PatchHead, bodies: list[bytes], sign: bool = True) -> bytes:
@@ -214,8 +216,8 @@ WAYS: tuple[Callable[[bytes, np.random.Generator, Case], bytes], ...] = (
 def attempt(case: Case, number: int) -> tuple[str, str]:
     """Hand over one damaged file; return the outcome and the reason.
 
-    Outcomes: "refused" with the weights untouched, "right" where the file leads to the publisher's weights after all,
-    else "touched" or "wrong".
+    Outcomes: "refused" with the weights untouched, "right" where the file leads to published weights after all, else
+    "touched" or "wrong".
     """
     rng = np.random.default_rng((case.seed, number))
     way = WAYS[number % len(WAYS)]
@@ -234,7 +236,7 @@ def attempt(case: Case, number: int) -> tuple[str, str]:
         held.run, held.step, held.sums = known
         reason = re.sub(r"[0-9a-f]{8}|\d+|'\w'", "N", str(error))
         return ("refused" if untouched else "touched"), f"{type(error).__name__}: {reason[:100]}"
-    right = octets(case.tensors) in (case.after, case.before)
+    right = octets(case.tensors) in case.published
     start = 0
     for tensor in case.tensors.values():
         flat = tensor.view(-1).view(torch.uint8) if tensor.ndim else tensor.reshape(1).view(torch.uint8)

@@ -69,7 +69,7 @@ def test_a_folder_of_shards_is_one_model(tmp_path: Path) -> None:
     gw.WeightSubscriber(served, tmp_path / "published").update()
     assert same(trained, served)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(gw.IncompatibleError, match="is not complete: .* names model-00002"):
+    with pytest.raises(gw.IncompatibleError, match=r"is not complete: .* names model-00002"):
         gw.WeightPublisher(folder, tmp_path / "published")
 
 

@@ -96,5 +96,5 @@ def test_the_page_lists_every_type() -> None:
     text = PAGE.read_text()
     for kind in TYPES:
         order = "sign and magnitude" if kind.floating else "integer"
-        numbers = " two numbers an element" if kind.numbers == 2 else ""
+        numbers = ", two numbers an element" if kind.numbers == 2 else ""
         assert f"| {kind.code} | {kind.name} | {kind.width} | {order}{numbers} |" in text, kind

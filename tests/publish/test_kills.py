@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,8 @@ class Breaker:
 
 
 @pytest.fixture
-def breaker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Breaker]:
-    yield Breaker(monkeypatch)
+def breaker(monkeypatch: pytest.MonkeyPatch) -> Breaker:
+    return Breaker(monkeypatch)
 
 
 def test_readers_never_see_a_half_whichever_write_is_the_last(breaker: Breaker, tmp_path: Path) -> None:

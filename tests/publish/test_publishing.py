@@ -122,7 +122,7 @@ def test_tensors_that_are_not_contiguous_are_served(tmp_path: Path) -> None:
 
 
 def test_late_readers_take_the_way_of_the_fewest_bytes(tmp_path: Path) -> None:
-    states, names = files(tmp_path, steps=7, anchor_every=3)
+    states, names = files(tmp_path, steps=7, anchor_every=3, keep_anchors=9)
     kinds = [name.partition("-")[0] for name in names]
     assert kinds == ["anchor", "patch", "patch", "patch", "anchor", "patch", "patch", "patch", "anchor"]
     late = zeros(states[0])

@@ -72,7 +72,9 @@ def manifest(folder: Path) -> Manifest:
     return Manifest.parse((folder / "manifest.json").read_bytes())
 
 
-def files(folder: Path, steps: int = 4, seed: int = 0, **settings: int) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+def files(
+    folder: Path, steps: int = 4, seed: int = 0, **settings: int
+) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
     """Publish some steps; return the weights of each step, and the names of the files in order."""
     trained = weights(seed)
     publisher = gw.WeightPublisher(trained, folder, **settings)

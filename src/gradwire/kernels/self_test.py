@@ -231,7 +231,6 @@ def _shifts(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     return results
 
 
-
 def _patches(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     x, results, cursor = _case(size)[0], list[torch.Tensor](), torch.zeros(5, dtype=torch.int64)
     old = x.to(torch.bfloat16).view(torch.uint8)[: 2 * NUMEL * size]
@@ -252,7 +251,7 @@ def _patches(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
         for write in (False, True):
             base = old.clone()
             cursor.zero_()
-            kernels.apply_changes(base, width, floating, block, 5, rows, *packed, cursor, write)
+            kernels.apply_changes(base, width, floating, block, 5, rows, packed[0], packed[1], packed[2], cursor, write)
             results += [base, cursor.clone()]
     return [*results, torch.tensor([kernels.word_sum(old, 5) >> 1, kernels.word_sum(new) >> 1])]
 

@@ -83,8 +83,9 @@ class SummedBase:
             if found and sum(found[-1][0]) == block:
                 (first, count), chunk = found.pop()
             else:
-                (first, count), chunk = (block, 0), EncodedChunk(RAW, [], 0)
+                (first, count), chunk = (block, 0), EncodedChunk(RAW, [], 0, 0)
             chunk.pieces.append(octets.numpy())
+            chunk.elements += span.elements
             chunk.changed += span.elements
             chunk.sums[span.tensor] = (chunk.sums.get(span.tensor, 0) + total - before) % 2**64
             found.append(((first, count + 1), chunk))
@@ -104,5 +105,3 @@ def open_base(base: str | os.PathLike[str], layout: Layout) -> CopiedBase | Summ
     if isinstance(base, str) and os.sep not in base and "." not in base:
         raise HyperparameterError(f'base={base!r}: it is "memory", "sums" or the path of a file, such as ./{base}')
     return CopiedBase(layout, Path(base))
-
-

@@ -27,7 +27,8 @@ _CODERS = {number: name for name, number in CODER_IDS.items()}
 _SPARSE = 1 << 16
 """Changes up to which both entropy coders are tried."""
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Read = Callable[[Span], torch.Tensor]
 """Returns the bytes of a span, uint8, contiguous and in CPU memory."""
 
@@ -47,23 +48,30 @@ class EncodedChunk:
     Attributes:
         kind: Kind of the chunk.
         pieces: Its bytes, in parts.
-        changed: Number of elements that differ from the base.
+        elements: Number of elements of its blocks.
+        changed: Number of elements that differ from the base, as far as that is known, else of all.
         sums: By tensor, the sum of words that the chunk adds to the tensor's: for changes, the difference.
     """
 
     kind: int
     pieces: list[Octets]
+    elements: int
     changed: int
     sums: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def announced(self) -> int:
+        """Number of elements that the file says the chunk changes."""
+        return self.elements if self.kind == RAW else self.changed
 
 
 def encode_whole(spans: Sequence[Span], new: Read) -> EncodedChunk:
     """Encode the bytes of spans as they are."""
-    kernels, found = codec_kernels(), EncodedChunk(RAW, [], 0)
+    elements = sum(span.elements for span in spans)
+    kernels, found = codec_kernels(), EncodedChunk(RAW, [], elements, elements)
     for span in spans:
         octets = new(span)
         found.pieces.append(octets.numpy())
-        found.changed += span.elements
         _add(found.sums, span.tensor, kernels.word_sum(octets, span.first_word))
     return found
 
@@ -107,9 +115,9 @@ def encode_changes(spans: Sequence[Span], old: Read, new: Read, *, advance: bool
     first = np.frombuffer(bytearray(head + table), np.uint8)
     pieces = [first, positions.numpy()[:position_bytes], coded, extra.numpy()[: -(-extra_bits // 8)]]
     if sum(map(len, pieces)) >= nbytes:
-        return EncodedChunk(RAW, [octets.numpy().copy() for octets in kept], changed, sums)
+        return EncodedChunk(RAW, [octets.numpy().copy() for octets in kept], elements, changed, sums)
     # The arrays have room for any changes: what is kept until it is sent is copied out of them.
-    return EncodedChunk(CHANGES, [piece.copy() for piece in pieces], changed, sums)
+    return EncodedChunk(CHANGES, [piece.copy() for piece in pieces], elements, changed, sums)
 
 
 def _smallest(kernels: Kernels, symbols: torch.Tensor) -> Octets:
@@ -291,9 +299,7 @@ def total_sums(start: Sequence[int], parts: Iterable[Mapping[int, int]]) -> list
     return total
 
 
-def sums_of(
-    layout: Layout, read: Read, threads: int, runs: Sequence[tuple[int, int]] | None = None
-) -> list[int]:
+def sums_of(layout: Layout, read: Read, threads: int, runs: Sequence[tuple[int, int]] | None = None) -> list[int]:
     """Return the sums of words of all tensors, or of runs of blocks of them."""
 
     def part(run: tuple[int, int]) -> dict[int, int]:

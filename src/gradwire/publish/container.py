@@ -20,8 +20,8 @@ Octets = npt.NDArray[np.uint8]
 
 MAGIC, VERSION = b"GWWP", 1
 ANCHOR, PATCH = 0, 1
-RAW, CHANGES, PLANES = 0, 1, 2
-"""Kinds of chunks: bytes as they are; changes of the base; bytes whose exponents are entropy-coded."""
+RAW, CHANGES = 0, 1
+"""Kinds of chunks: bytes as they are, and changes of the base."""
 
 HEAD_BYTES, CHUNK_BYTES = 144, 40
 NO_STEP = -1
@@ -109,6 +109,11 @@ class PatchHead:
         return replace(self, nbytes=nbytes, digest=digest), fixed + digest + tables
 
 
+def view_of(piece: Octets | bytes) -> memoryview:
+    """View the memory of a piece of a file."""
+    return memoryview(piece) if isinstance(piece, bytes) else piece.data
+
+
 def digest_of(*parts: bytes | memoryview) -> bytes:
     """Return the BLAKE2b digest of parts, 16 bytes."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -119,7 +124,7 @@ def digest_of(*parts: bytes | memoryview) -> bytes:
 
 def chunk_row(first: int, blocks: int, kind: int, pieces: Sequence[Octets]) -> ChunkRow:
     """Return the row of a chunk that consists of pieces."""
-    digest = digest_of(*(memoryview(piece) for piece in pieces))
+    digest = digest_of(*(piece.data for piece in pieces))
     return ChunkRow(first, blocks, kind, sum(len(piece) for piece in pieces), digest)
 
 
@@ -139,9 +144,13 @@ def read_head(data: Octets) -> PatchHead:
     if magic != MAGIC:
         raise PayloadError(f"the file starts with {magic!r}: it is not an anchor or patch of weights")
     if version != VERSION:
-        raise PayloadError(f"the file has format version {version}, this is gradwire's {VERSION}: update the older side")
+        raise PayloadError(
+            f"the file has format version {version}, this is gradwire's {VERSION}: update the older side"
+        )
     if kind not in (ANCHOR, PATCH) or zero or any(zeros) or block != BLOCK_ELEMENTS:
-        raise PayloadError("the file's head is damaged: it has a kind, a block size or padding that no publisher writes")
+        raise PayloadError(
+            "the file's head is damaged: it has a kind, a block size or padding that no publisher writes"
+        )
     if nbytes != len(data):
         raise PayloadError(f"the file was truncated or extended: it announces {nbytes} bytes and has {len(data)}")
     if tensors > _MAX_TENSORS or table_bytes > MAX_LAYOUT_BYTES or step < 0:
@@ -165,7 +174,7 @@ def read_head(data: Octets) -> PatchHead:
     )  # fmt: skip
     end = 0
     for number, (chunk, row) in enumerate(zip(head.chunks, rows)):
-        allowed = (RAW, PLANES) if anchored else (RAW, CHANGES, PLANES)
+        allowed = (RAW,) if anchored else (RAW, CHANGES)
         if chunk.first < end or not chunk.blocks or any(row[3]) or chunk.kind not in allowed:
             raise PayloadError(f"{head.name}: chunk {number} is out of order, empty or of an unknown kind")
         if anchored and chunk.first != end:
@@ -197,7 +206,9 @@ def check_against(head: PatchHead, layout: Layout) -> None:
     """
     end = max((chunk.first + chunk.blocks for chunk in head.chunks), default=0)
     if len(head.sums) != len(layout.entries) or end > layout.blocks:
-        raise PayloadError(f"{head.name}: it has {len(head.sums)} tensors and {end} blocks, which do not fit its layout")
+        raise PayloadError(
+            f"{head.name}: it has {len(head.sums)} tensors and {end} blocks, which do not fit its layout"
+        )
     if head.kind == ANCHOR and end != layout.blocks:
         raise PayloadError(f"{head.name}: it ends at block {end} of {layout.blocks}")
     if layout.state(head.sums) != head.state:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import PayloadError
-from gradwire.publish.container import Octets
+from gradwire.publish.container import Octets, view_of
 
 SOURCE = 0
 """Rank that publishes, in the group."""
@@ -46,7 +46,7 @@ class GroupChannel:
 
     def send(self, pieces: Sequence[Octets | bytes]) -> None:
         """Broadcast a file."""
-        whole = torch.from_numpy(np.concatenate([np.frombuffer(memoryview(piece), np.uint8) for piece in pieces]))
+        whole = torch.from_numpy(np.concatenate([np.frombuffer(view_of(piece), np.uint8) for piece in pieces]))
         dist.broadcast(torch.tensor([len(whole)]), self._source, group=self._group)
         for begin in range(0, len(whole), _PART_BYTES):
             dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)

@@ -10,6 +10,7 @@ from gradwire.publish.container import ANCHOR, Octets, PatchHead, anchor_layout,
 from gradwire.publish.layout import Layout
 from gradwire.publish.weights import LiveTensors, Writable
 
+
 class HeldWeights:
     """Weights that follow a publisher's, and the run, the step and the sums of tensors that they have.
 
@@ -67,7 +68,7 @@ class HeldWeights:
 
         def decode(number: int) -> DecodedChunk:
             chunk, body = head.chunks[number], data[places[number]]
-            if digest_of(memoryview(body)) != chunk.digest:
+            if digest_of(body.data) != chunk.digest:
                 raise PayloadError(f"{head.name}: chunk {number} was damaged: its digest differs")
             try:
                 return DecodedChunk(chunk.kind, layout.spans(chunk.first, chunk.blocks), body)
@@ -99,7 +100,8 @@ class HeldWeights:
             layout = anchor_layout(head)
             if own is not None and own.digest != layout.digest and isinstance(self.weights, LiveTensors):
                 raise IncompatibleError(
-                    f"{head.name}: the published weights have other tensors than these: {own.difference(layout)}"
+                    f"{head.name}: the published weights have other tensors than these: "
+                    f"{layout.difference(own, 'published', 'here')}"
                 )
             return layout
         if own is None or self.state is None:
@@ -155,7 +157,7 @@ class HeldWeights:
         for number, (total, expected) in enumerate(zip(found, head.sums)):
             if total != expected:
                 raise PayloadError(
-                    f"{head.name}: the digest of the tensor {layout.entries[number].name!r} differs from the publisher's"
+                    f"{head.name}: the digest of {layout.entries[number].name!r} differs from the publisher's"
                 )
         if sum(changed for *_, changed in results) != head.changed:
             raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -147,12 +147,14 @@ class Layout:
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = tuple(sorted(entries, key=lambda entry: entry.name.encode()))
         names = [entry.name for entry in self.entries]
-        for first, second in zip(names, names[1:]):
+        for first, second in pairwise(names):
             if first == second:
                 raise IncompatibleError(f"two tensors have the name {first!r}: give each tensor a name of its own")
         for entry in self.entries:
             if len(entry.name.encode()) > _MAX_NAME_BYTES or len(entry.shape) > _MAX_DIMENSIONS:
-                raise IncompatibleError(f"{entry}: names have at most {_MAX_NAME_BYTES} bytes, shapes {_MAX_DIMENSIONS}")
+                raise IncompatibleError(
+                    f"{entry}: names have at most {_MAX_NAME_BYTES} bytes, shapes {_MAX_DIMENSIONS}"
+                )
         self.first_block = (0, *accumulate(entry.blocks for entry in self.entries))
 
     @property
@@ -230,7 +232,9 @@ class Layout:
             length, code, dimensions = struct.unpack_from("<HBB", table, at)
             at += 4
             if code not in _BY_CODE or length > _MAX_NAME_BYTES or dimensions > _MAX_DIMENSIONS:
-                raise PayloadError(f"the layout's tensor {number} has type {code}, {dimensions} dimensions: not a layout")
+                raise PayloadError(
+                    f"the layout's tensor {number} has type {code}, {dimensions} dimensions: not a layout"
+                )
             if at + length + 8 * dimensions > len(table):
                 raise PayloadError(f"the layout ends within tensor {number} of {tensors}")
             try:
@@ -252,10 +256,11 @@ class Layout:
             raise PayloadError("the layout's tensors are not in the order of their names")
         return layout
 
-    def difference(self, other: Layout) -> str:
-        """Say where another layout differs first."""
+    def difference(self, other: Layout, here: str = "here", there: str = "there") -> str:
+        """Say where another layout differs first, with words for the places of both."""
         own, others = ({entry.name: entry for entry in layout.entries} for layout in (self, other))
         for name in sorted({*own, *others}):
             if own.get(name) != others.get(name):
-                return f"{own.get(name) or f'no {name!r}'} here, {others.get(name) or f'no {name!r}'} there"
+                absent = f"no {name!r}"
+                return f"{own.get(name, absent)} {here}, {others.get(name, absent)} {there}"
         return "nothing"

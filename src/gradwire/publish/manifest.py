@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 from gradwire.errors import PayloadError
 from gradwire.publish.container import ANCHOR, NO_STEP, PATCH, Octets, PatchHead, digest_of
@@ -46,7 +47,14 @@ class PublishedFile:
         kind = "anchor" if head.kind == ANCHOR else "patch"
         name = f"{kind}-{head.step:012d}-{head.run.hex()[:8]}.gww"
         return cls(
-            name, kind, head.step, head.base_step, head.nbytes, head.digest.hex(), head.base_state.hex(), head.state.hex()
+            name,
+            kind,
+            head.step,
+            head.base_step,
+            head.nbytes,
+            head.digest.hex(),
+            head.base_state.hex(),
+            head.state.hex(),
         )
 
 
@@ -95,7 +103,7 @@ class Manifest:
             manifest = cls(_hex(rows["run"]), _hex(rows["layout"]), _count(rows["nbytes"]), files)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PayloadError(f"the manifest is not one of gradwire's: {error!r}") from error
-        if any(second.step < first.step for first, second in zip(files, files[1:])):
+        if any(second.step < first.step for first, second in pairwise(files)):
             raise PayloadError("the manifest's files are out of order")
         return manifest
 
@@ -132,7 +140,12 @@ def _file(row: dict[str, object]) -> PublishedFile:
 
 def _plain(name: str) -> bool:
     """Return whether a name is that of a file in the manifest's own folder."""
-    return name.endswith(".gww") and name.replace("-", "").replace(".", "").isalnum() and name.isascii() and len(name) < 200
+    return (
+        name.endswith(".gww")
+        and name.replace("-", "").replace(".", "").isalnum()
+        and name.isascii()
+        and len(name) < 200
+    )
 
 
 def _count(value: object) -> int:

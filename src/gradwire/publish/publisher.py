@@ -269,7 +269,7 @@ class WeightPublisher:
 
         head, first = PatchHead(
             kind, self._run, step, base_step, layout.digest, base_state, layout.state(self._sums),
-            sum(chunk.changed for _, chunk in found), tuple(self._sums),
+            sum(chunk.announced for _, chunk in found), tuple(self._sums),
             tuple(in_parallel(describe, found, self._threads)), layout.table if kind == ANCHOR else b"",
         ).pack()  # fmt: skip
         return PublishedFile.of(head), [first, *(piece for _, chunk in found for piece in chunk.pieces)]
@@ -296,7 +296,9 @@ class WeightPublisher:
         self._files, self._claimed = left, True
         # Files of earlier runs, and those that a killed publisher's manifest never named, go as well.
         listed = {file.name for file in left}
-        stale = {file.name for file in files} | {name for name in place.names() if name.endswith((".gww", ".gww.partial"))}
+        stale = {file.name for file in files} | {
+            name for name in place.names() if name.endswith((".gww", ".gww.partial"))
+        }
         for name in sorted(stale - listed):
             with contextlib.suppress(OSError):
                 place.remove(name)

@@ -47,7 +47,9 @@ def read_places(file: Path) -> dict[Entry, TensorPlace]:
         raise IncompatibleError(f"{file} is not a safetensors file of known types: {error!r}") from error
     for entry, (begin, end) in found.items():
         if end - begin != entry.nbytes or begin < 0 or 8 + length + end > size:
-            raise IncompatibleError(f"{file} is not complete: {entry} has bytes {begin} to {end}, the file {size} in all")
+            raise IncompatibleError(
+                f"{file} is not complete: {entry} has bytes {begin} to {end}, the file {size} in all"
+            )
     return {entry: TensorPlace(file, 8 + length + begin) for entry, (begin, _) in found.items()}
 
 

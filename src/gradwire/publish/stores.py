@@ -8,12 +8,12 @@ import secrets
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from gradwire.errors import BackendError, IncompatibleError, PayloadError
-from gradwire.publish.container import Octets
+from gradwire.publish.container import Octets, view_of
 from gradwire.publish.safetensor_files import sync
 
 PIECE_BYTES = 1 << 22
@@ -64,7 +64,7 @@ class FolderPlace:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             for piece in pieces:
-                view = memoryview(piece).cast("B")
+                view = view_of(piece).cast("B")
                 while view:
                     view = view[os.write(handle, view) :]
             os.fsync(handle)
@@ -105,7 +105,9 @@ class UrlPlace:
 
             self._system, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise BackendError(f"{url} cannot be opened ({error}): pip install fsspec and the package it names") from error
+            raise BackendError(
+                f"{url} cannot be opened ({error}): pip install fsspec and the package it names"
+            ) from error
         self._url = url
 
     def __str__(self) -> str:
@@ -118,7 +120,7 @@ class UrlPlace:
         self._system.makedirs(self._root, exist_ok=True)
         with self._system.open(self._path(name), "wb") as stream:
             for piece in pieces:
-                stream.write(memoryview(piece).cast("B"))
+                stream.write(view_of(piece).cast("B"))
 
     def read(self, name: str, most_bytes: int) -> Octets:
         self._system.invalidate_cache()
@@ -126,7 +128,7 @@ class UrlPlace:
         _check_size(f"{self._url}/{name}", size, most_bytes)
         out = np.empty(size, np.uint8)
         with self._system.open(self._path(name), "rb") as stream:
-            view, got = memoryview(out), 0
+            view, got = out.data, 0
             while got < size:
                 part = stream.read(min(PIECE_BYTES, size - got))
                 if not part:
@@ -163,7 +165,7 @@ class StorePlace:
 
     def write(self, name: str, pieces: Sequence[Octets | bytes]) -> None:
         before = self._head(name)
-        whole = b"".join(bytes(memoryview(piece)) for piece in pieces)
+        whole = b"".join(bytes(view_of(piece)) for piece in pieces)
         mark = secrets.token_hex(4)
         for number, begin in enumerate(range(0, len(whole), PIECE_BYTES)):
             self._store.set(self._key(name, mark, number), whole[begin : begin + PIECE_BYTES])
@@ -236,8 +238,7 @@ def open_place(where: object) -> Place:
             return FolderPlace(rest if separator else where)
         return UrlPlace(where)
     if all(hasattr(where, name) for name in ("write", "read", "remove", "names")):
-        place: Any = where
-        return place
+        return cast(Place, where)
     if all(hasattr(where, name) for name in ("set", "get", "check", "delete_key")):
         return StorePlace(where)
     raise IncompatibleError(

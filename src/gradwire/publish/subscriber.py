@@ -138,10 +138,10 @@ class WeightSubscriber:
             for attempt in range(_ATTEMPTS):
                 try:
                     return self._follow(held, full, applied)
-                except FileNotFoundError:
-                    # The publisher has removed a file since it wrote the manifest that was read.
+                except FileNotFoundError as error:
+                    # The publisher may have removed a file since it wrote the manifest that was read.
                     if attempt == _ATTEMPTS - 1:
-                        raise
+                        raise PayloadError(f"a file that the manifest lists is lost: {error}") from error
         finally:
             held.settle()
         return held.step
@@ -231,11 +231,11 @@ class WeightSubscriber:
             return held.step
         for file in self._way(held, manifest, full):
             began = time.perf_counter()
-            data = self._place.read(file.name, file.nbytes)
-            fetch_s = time.perf_counter() - began
             try:
+                data = self._place.read(file.name, file.nbytes)
+                fetch_s = time.perf_counter() - began
                 applied.append(self._write(held, data, file, fetch_s))
-            except PayloadError:
+            except (PayloadError, FileNotFoundError):
                 self._refused.add(file.digest)
                 raise
         return held.step
@@ -247,7 +247,7 @@ class WeightSubscriber:
             if file.kind == "anchor" and self._place is not None:
                 try:
                     head = read_head(self._place.read(file.name, file.nbytes))
-                    found = anchor_layout(head).difference(layout).replace(" here,", " published,").replace(" there", " here")
+                    found = anchor_layout(head).difference(layout, "published", "here")
                 except (PayloadError, FileNotFoundError):
                     continue
                 break
@@ -260,16 +260,20 @@ class WeightSubscriber:
             return ()
         latest, state = files[-1].state, held.state.hex() if held.state is not None else ""
         if state == latest and not full:
-            held.step = files[-1].step
+            held.run, held.step = bytes.fromhex(manifest.run), manifest.step
             return ()
-        ways = [self._chain(files, file.state, place + 1, [file]) for place, file in enumerate(files) if file.kind == "anchor"]
+        ways = [
+            self._chain(files, file.state, place + 1, [file])
+            for place, file in enumerate(files)
+            if file.kind == "anchor"
+        ]
         if state and not full:
             ways.append(self._chain(files, state, 0, []))
         complete = [way for way in ways if way and way[-1].state == latest]
         if not complete:
             raise PayloadError(
-                f"no files lead from step {held.step} to step {manifest.step}: the manifest lists {len(files)}, none an "
-                "anchor from which patches follow on one another; the next anchor will mend it"
+                f"no files lead from step {held.step} to step {manifest.step}: the manifest lists {len(files)}, none "
+                "an anchor from which patches follow on one another; the next anchor will mend it"
             )
 
         def cost(way: Sequence[PublishedFile]) -> tuple[bool, int]:
@@ -278,9 +282,7 @@ class WeightSubscriber:
         return min(complete, key=cost)
 
     @staticmethod
-    def _chain(
-        files: Sequence[PublishedFile], state: str, start: int, way: list[PublishedFile]
-    ) -> list[PublishedFile]:
+    def _chain(files: Sequence[PublishedFile], state: str, start: int, way: list[PublishedFile]) -> list[PublishedFile]:
         """Append to a way the patches that lead from a state onwards."""
         for file in files[start:]:
             if file.kind == "patch" and file.base_state == state:

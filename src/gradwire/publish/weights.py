@@ -59,7 +59,9 @@ class Writable(Protocol):
         ...
 
 
-def named_tensors(weights: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def named_tensors(
+    weights: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
     """Return tensors by name: of a module its parameters and the buffers that a checkpoint has, tied ones once.
 
     Raises:
@@ -126,7 +128,9 @@ class LiveTensors:
 
     def _direct(self, number: int) -> bool:
         tensor, entry = self._tensors[number], self.layout.entries[number]
-        return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == getattr(torch, entry.kind.dtype)
+        return (
+            tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == getattr(torch, entry.kind.dtype)
+        )
 
     def read(self, span: Span) -> torch.Tensor:
         tensor, kind = self._tensors[span.tensor].detach(), span.kind
@@ -198,7 +202,7 @@ class SavedTensors:
         out = np.empty(part.stop - part.start, np.uint8)
         with place.file.open("rb", buffering=0) as stream:
             stream.seek(place.offset + part.start)
-            view, got = memoryview(out), 0
+            view, got = out.data, 0
             while got < len(out):
                 count = stream.readinto(view[got:])
                 if not count:

@@ -20,7 +20,7 @@ from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 from gradwire.kernels.patches import formats, simd
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = ""
+DIGEST = "d331b9515d6a8c01"
 
 
 _u8, _u64, _i64 = np.uint8, np.uint64, np.int64
@@ -235,8 +235,8 @@ def find_range(
                 found = _changed_words(variant, old, new, group)
             else:
                 found = _u64(0)
-                for at in range(group, stop, 8):
-                    found |= _u64(_load(old, at) != _load(new, at)) << _u64((at - group) >> 3)
+                for word in range(group, stop, 8):
+                    found |= _u64(_load(old, word) != _load(new, word)) << _u64((word - group) >> 3)
             while found:
                 at = group + 8 * _i64(trailing_zeros(found))
                 found &= found - _u64(1)

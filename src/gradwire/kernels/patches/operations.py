@@ -143,7 +143,9 @@ def _check(data: torch.Tensor, width: int, block: int, rows: torch.Tensor, curso
         raise HyperparameterError(f"{data.numel()} bytes are not whole elements of {width} bytes")
     blocks = -(-data.numel() // (width * block))
     if rows.dtype != torch.int64 or rows.shape != (blocks, ROW) or not rows.is_contiguous():
-        raise HyperparameterError(f"rows is {rows.dtype} of shape {tuple(rows.shape)}: int64 [{blocks}, {ROW}] is needed")
+        raise HyperparameterError(
+            f"rows is {rows.dtype} of shape {tuple(rows.shape)}: int64 [{blocks}, {ROW}] is needed"
+        )
     return blocks
 
 
@@ -248,7 +250,8 @@ def _sum(octets: npt.NDArray[np.uint8], first_word: int) -> int:
         (formats.SECOND_SHIFT, formats.SECOND_FACTOR),
     ):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return int((mixed ^ (mixed >> np.uint64(formats.THIRD_SHIFT))).sum(dtype=np.uint64))
+    total: np.uint64 = (mixed ^ (mixed >> np.uint64(formats.THIRD_SHIFT))).sum(dtype=np.uint64)
+    return int(total)
 
 
 def _blocks(data: torch.Tensor, width: int, block: int) -> list[tuple[int, int]]:
@@ -266,8 +269,8 @@ def _ordered(value: int, bits: int, floating: bool) -> int:
 
 
 def _distance(before: int, after: int, bits: int, floating: bool) -> int:
-    difference = (_ordered(after, bits, floating) - _ordered(before, bits, floating)) % 2**bits
-    return difference - 2**bits if difference >> (bits - 1) else difference
+    difference = (_ordered(after, bits, floating) - _ordered(before, bits, floating)) % (1 << bits)
+    return difference - (1 << bits) if difference >> (bits - 1) else difference
 
 
 def _pack(listed: npt.NDArray[np.int64], numel: int, out: torch.Tensor) -> tuple[int, int]:

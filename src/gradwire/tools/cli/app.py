@@ -294,10 +294,13 @@ def report(
 @app.command()
 def publish(
     source: Annotated[
-        Path, typer.Option("--from", metavar="CHECKPOINTS", help="A safetensors file, a folder with some, or its parent")
+        Path,
+        typer.Option("--from", metavar="CHECKPOINTS", help="A safetensors file, a folder with some, or its parent"),
     ],
     to: Annotated[str, typer.Option("--to", metavar="URL", help="A folder, or a URL such as s3://bucket/run")],
-    anchor_every: Annotated[int, typer.Option(help="Steps published from one anchor, the whole weights, to the next")] = 50,
+    anchor_every: Annotated[
+        int, typer.Option(help="Steps published from one anchor, the whole weights, to the next")
+    ] = 50,
     keep_anchors: Annotated[int, typer.Option(help="Anchors to keep; older files are removed")] = 2,
     watch: o.Watch = False,
     every: o.Every = 2.0,
@@ -314,13 +317,21 @@ def publish(
         from gradwire.tools.cli import publish_commands
 
         publish_commands.publish(
-            source, to, anchor_every=anchor_every, keep_anchors=keep_anchors, watch=watch, every_s=every, as_json=as_json
+            source,
+            to,
+            anchor_every=anchor_every,
+            keep_anchors=keep_anchors,
+            watch=watch,
+            every_s=every,
+            as_json=as_json,
         )
 
 
 @app.command()
 def subscribe(
-    source: Annotated[str, typer.Option("--from", metavar="URL", help="What gradwire publish, or a trainer, writes to")],
+    source: Annotated[
+        str, typer.Option("--from", metavar="URL", help="What gradwire publish, or a trainer, writes to")
+    ],
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Folder of model.safetensors, or such a file")],
     watch: o.Watch = False,
     every: o.Every = 2.0,
