@@ -12,7 +12,7 @@ import torch
 from gradwire.errors import HyperparameterError
 from gradwire.publish.codec import EncodedChunk, codec_kernels
 from gradwire.publish.container import RAW
-from gradwire.publish.layout import Layout, Span
+from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.weights import Readable
 
 Run = tuple[int, int]
@@ -39,12 +39,12 @@ class CopiedBase:
             self._octets = torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(max(at, 1),)))
         self._starts = starts
 
-    def read(self, span: Span) -> torch.Tensor:
+    def read(self, span: BlockSpan) -> torch.Tensor:
         """Return the bytes of a span; what is written to them becomes the base."""
         start, part = self._starts[span.tensor], span.octets
         return self._octets[start + part.start : start + part.stop]
 
-    def fill(self, spans: Iterable[Span], weights: Readable) -> None:
+    def fill(self, spans: Iterable[BlockSpan], weights: Readable) -> None:
         """Copy spans of weights."""
         for span in spans:
             self.read(span).copy_(weights.read(span))
@@ -61,7 +61,7 @@ class SummedBase:
         self._layout = layout
         self._sums = np.zeros(layout.blocks, np.uint64)
 
-    def _blocks(self, run: Run) -> Iterable[tuple[int, Span]]:
+    def _blocks(self, run: Run) -> Iterable[tuple[int, BlockSpan]]:
         for block in range(run[0], run[0] + run[1]):
             yield block, self._layout.spans(block, 1)[0]
 

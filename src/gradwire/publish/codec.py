@@ -17,7 +17,7 @@ from gradwire.kernels import Kernels, get_kernels
 from gradwire.kernels.entropy.base import CODER_IDS
 from gradwire.kernels.patches.formats import ROW, SYMBOLS
 from gradwire.publish.container import CHANGES, RAW, Octets
-from gradwire.publish.layout import BLOCK_ELEMENTS, Layout, Span
+from gradwire.publish.layout import BLOCK_ELEMENTS, BlockSpan, Layout
 
 CHUNK_ELEMENTS = 1 << 24
 """Elements of a chunk, at most: the statistics of its entropy-coded section cost about 0.7 KB."""
@@ -29,7 +29,7 @@ _SPARSE = 1 << 16
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Read = Callable[[Span], torch.Tensor]
+Read = Callable[[BlockSpan], torch.Tensor]
 """Returns the bytes of a span, uint8, contiguous and in CPU memory."""
 
 
@@ -65,7 +65,7 @@ class EncodedChunk:
         return self.elements if self.kind == RAW else self.changed
 
 
-def encode_whole(spans: Sequence[Span], new: Read) -> EncodedChunk:
+def encode_whole(spans: Sequence[BlockSpan], new: Read) -> EncodedChunk:
     """Encode the bytes of spans as they are."""
     elements = sum(span.elements for span in spans)
     kernels, found = codec_kernels(), EncodedChunk(RAW, [], elements, elements)
@@ -76,7 +76,7 @@ def encode_whole(spans: Sequence[Span], new: Read) -> EncodedChunk:
     return found
 
 
-def encode_changes(spans: Sequence[Span], old: Read, new: Read, *, advance: bool = False) -> EncodedChunk | None:
+def encode_changes(spans: Sequence[BlockSpan], old: Read, new: Read, *, advance: bool = False) -> EncodedChunk | None:
     """Encode how spans differ from their base, or their bytes if these are fewer; None if nothing differs.
 
     Args:
@@ -186,7 +186,7 @@ class DecodedChunk:
         PayloadError: the bytes are not those of such a chunk.
     """
 
-    def __init__(self, kind: int, spans: Sequence[Span], body: Octets) -> None:
+    def __init__(self, kind: int, spans: Sequence[BlockSpan], body: Octets) -> None:
         self._kind, self._spans, self._body = kind, spans, body
         elements = sum(span.elements for span in spans)
         self.light = True
@@ -261,7 +261,7 @@ class DecodedChunk:
         for _ in self._walk(target, write=True):
             pass
 
-    def _walk(self, base: Read, *, write: bool) -> list[tuple[Span, torch.Tensor]]:
+    def _walk(self, base: Read, *, write: bool) -> list[tuple[BlockSpan, torch.Tensor]]:
         kernels, cursor, at = codec_kernels(), torch.zeros(5, dtype=torch.int64), 0
         found = []
         for span in self._spans:

@@ -98,7 +98,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Span:
+class BlockSpan:
     """A run of whole blocks of one tensor.
 
     Attributes:
@@ -172,7 +172,7 @@ class Layout:
         """Elements of all tensors."""
         return sum(entry.elements for entry in self.entries)
 
-    def spans(self, first: int, count: int) -> list[Span]:
+    def spans(self, first: int, count: int) -> list[BlockSpan]:
         """Return the spans of the blocks ``first .. first + count``, in order."""
         found, end = [], first + count
         for tensor, entry in enumerate(self.entries):
@@ -180,7 +180,7 @@ class Layout:
             begin, stop = max(first, low) - low, min(end, high) - low
             if begin < stop:
                 last = min(stop * BLOCK_ELEMENTS, entry.elements)
-                found.append(Span(tensor, begin * BLOCK_ELEMENTS, last, entry.kind))
+                found.append(BlockSpan(tensor, begin * BLOCK_ELEMENTS, last, entry.kind))
         return found
 
     def chunks(self, most_elements: int) -> list[tuple[int, int]]:

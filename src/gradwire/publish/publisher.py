@@ -27,7 +27,7 @@ from gradwire.publish.container import ANCHOR, NO_STEP, PATCH, ChunkRow, Octets,
 from gradwire.publish.group import GroupChannel, is_group
 from gradwire.publish.manifest import MANIFEST, Manifest, PublishedFile, kept, read_manifest
 from gradwire.publish.stores import Place, open_place
-from gradwire.publish.weights import Readable, readable
+from gradwire.publish.weights import Readable, Weights, readable
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        tensors: object,
+        tensors: Weights,
         where: object,
         anchor_every: int = 50,
         *,
@@ -143,7 +143,7 @@ class WeightPublisher:
         """The latest step that was encoded; -1 before the first."""
         return self._step
 
-    def publish(self, step: int, tensors: object = None) -> Publication:
+    def publish(self, step: int, tensors: Weights | None = None) -> Publication:
         """Publish the weights as they are now.
 
         If a patch cannot be written, the error is raised, and the next call writes it before its own. If more bytes

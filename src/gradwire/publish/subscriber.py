@@ -17,7 +17,7 @@ from gradwire.publish.held import HeldWeights
 from gradwire.publish.layout import MAX_LAYOUT_BYTES, Layout
 from gradwire.publish.manifest import Manifest, PublishedFile, read_manifest
 from gradwire.publish.stores import open_place
-from gradwire.publish.weights import LiveTensors, writable
+from gradwire.publish.weights import LiveTensors, Weights, writable
 
 STAGING = "staging"
 _ATTEMPTS = 3
@@ -78,7 +78,7 @@ class WeightSubscriber:
         ([None, 1, 2], [1.0, 1.0, 1.0])
     """
 
-    def __init__(self, tensors: object, where: object, *, run: str | None = None, threads: int | None = None) -> None:
+    def __init__(self, tensors: Weights, where: object, *, run: str | None = None, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise HyperparameterError(f"threads={threads}: it is at least 1")
         self._live = writable(tensors)

@@ -13,10 +13,13 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.publish.container import Octets
-from gradwire.publish.layout import BY_DTYPE, Entry, Layout, Span
+from gradwire.publish.layout import BY_DTYPE, BlockSpan, Entry, Layout
 from gradwire.publish.safetensor_files import TensorPlace, files_of, header_of, read_places, sync
 
-Weights = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | os.PathLike[str]
+Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""A module, or named tensors."""
+
+Weights = Tensors | str | os.PathLike[str]
 """A module, named tensors, or a safetensors file or folder."""
 
 
@@ -25,7 +28,7 @@ class Readable(Protocol):
 
     layout: Layout
 
-    def read(self, span: Span) -> torch.Tensor:
+    def read(self, span: BlockSpan) -> torch.Tensor:
         """Return the bytes of a span (uint8); they may be the weights' own memory."""
         ...
 
@@ -38,7 +41,7 @@ class Writable(Protocol):
         """The layout; None for a file that is not there yet."""
         ...
 
-    def read(self, span: Span) -> torch.Tensor:
+    def read(self, span: BlockSpan) -> torch.Tensor:
         """Return the bytes of a span, as they were written last."""
         ...
 
@@ -46,7 +49,7 @@ class Writable(Protocol):
         """Prepare to write the weights of a step; several may be written before :meth:`commit`."""
         ...
 
-    def target(self, span: Span) -> torch.Tensor:
+    def target(self, span: BlockSpan) -> torch.Tensor:
         """Return the bytes of a span to write to."""
         ...
 
@@ -59,9 +62,7 @@ class Writable(Protocol):
         ...
 
 
-def named_tensors(
-    weights: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-) -> dict[str, torch.Tensor]:
+def named_tensors(weights: Tensors) -> dict[str, torch.Tensor]:
     """Return tensors by name: of a module its parameters and the buffers that a checkpoint has, tied ones once.
 
     Raises:
@@ -117,8 +118,8 @@ class LiveTensors:
         dtype: Publish floating-point tensors rounded to this type; None: as they are.
     """
 
-    def __init__(self, weights: object, dtype: torch.dtype | None = None) -> None:
-        tensors = named_tensors(weights)  # type: ignore[arg-type]
+    def __init__(self, weights: Tensors, dtype: torch.dtype | None = None) -> None:
+        tensors = named_tensors(weights)
         if dtype is not None and (dtype not in BY_DTYPE or not dtype.is_floating_point):
             raise IncompatibleError(f"dtype={dtype}: publish floating-point tensors as a floating-point type")
         self.layout = Layout(_entry(name, tensor, dtype) for name, tensor in tensors.items())
@@ -132,7 +133,7 @@ class LiveTensors:
             tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == getattr(torch, entry.kind.dtype)
         )
 
-    def read(self, span: Span) -> torch.Tensor:
+    def read(self, span: BlockSpan) -> torch.Tensor:
         tensor, kind = self._tensors[span.tensor].detach(), span.kind
         if self._direct(span.tensor):
             return _octets(tensor)[span.octets]
@@ -144,7 +145,7 @@ class LiveTensors:
     def open(self, layout: Layout, step: int) -> None:
         """Do nothing: copies are made when they are written to."""
 
-    def target(self, span: Span) -> torch.Tensor:
+    def target(self, span: BlockSpan) -> torch.Tensor:
         if self._direct(span.tensor):
             return _octets(self._tensors[span.tensor])[span.octets]
         with self._lock:
@@ -197,7 +198,7 @@ class SavedTensors:
         self.layout = Layout(places)
         self._places = [places[entry] for entry in self.layout.entries]
 
-    def read(self, span: Span) -> torch.Tensor:
+    def read(self, span: BlockSpan) -> torch.Tensor:
         place, part = self._places[span.tensor], span.octets
         out = np.empty(part.stop - part.start, np.uint8)
         with place.file.open("rb", buffering=0) as stream:
@@ -246,7 +247,7 @@ class FollowingFile:
         self._offsets = [places[entry].offset for entry in self._layout.entries]
         self._mapped = _map(self.path)
 
-    def read(self, span: Span) -> torch.Tensor:
+    def read(self, span: BlockSpan) -> torch.Tensor:
         if self._new is not None:
             return _part(self._new, self._places[span.tensor], span)
         if self._mapped is None:
@@ -271,7 +272,7 @@ class FollowingFile:
                 self._new[here : here + entry.nbytes] = self._mapped[there : there + entry.nbytes]
         self._layout = layout
 
-    def target(self, span: Span) -> torch.Tensor:
+    def target(self, span: BlockSpan) -> torch.Tensor:
         if self._new is None:
             raise IncompatibleError(f"{self.path} is not open for an update")
         return _part(self._new, self._places[span.tensor], span)
@@ -303,12 +304,12 @@ def _map(path: Path, writable: bool = False) -> Octets:
     return np.memmap(path, np.uint8, "r+" if writable else "c")
 
 
-def _part(mapped: Octets, offset: int, span: Span) -> torch.Tensor:
+def _part(mapped: Octets, offset: int, span: BlockSpan) -> torch.Tensor:
     part = span.octets
     return torch.from_numpy(mapped[offset + part.start : offset + part.stop])
 
 
-def readable(weights: object, dtype: torch.dtype | None = None) -> Readable:
+def readable(weights: Weights, dtype: torch.dtype | None = None) -> Readable:
     """Return weights to publish.
 
     Raises:
@@ -321,7 +322,7 @@ def readable(weights: object, dtype: torch.dtype | None = None) -> Readable:
     return LiveTensors(weights, dtype)
 
 
-def writable(weights: object) -> LiveTensors | FollowingFile:
+def writable(weights: Weights) -> LiveTensors | FollowingFile:
     """Return weights that follow a publisher's.
 
     Raises:
