@@ -8,7 +8,8 @@ patch: it reads the head, checks the digests of chunks, sums up the whole base, 
 only then writes. Both are also given without the parts of them that could be left out. A memcpy copies as many bytes
 with float32 elements. Rates are bytes of weights a second; medians of turns.
 
-The machine may be shared: what counts is the ratio of times that were taken in turns.
+Times are those of the processor, which do not grow while the process waits for a core: the machine may be shared. What
+others do to caches and memory remains, so that the ratio of times that were taken in turns counts.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
     spent: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], object]) -> Any:
-        began = time.perf_counter()
+        began = time.process_time()
         found = call()
-        spent.setdefault(name, []).append(time.perf_counter() - began)
+        spent.setdefault(name, []).append(time.process_time() - began)
         return found
 
     size = 0

@@ -20,7 +20,7 @@ from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 from gradwire.kernels.patches import formats, simd
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "d331b9515d6a8c01"
+DIGEST = "afe7204b7653c650"
 
 
 _u8, _u64, _i64 = np.uint8, np.uint64, np.int64
@@ -28,6 +28,9 @@ _KEY, _FIRST, _SECOND = _u64(formats.KEY), _u64(formats.FIRST_FACTOR), _u64(form
 _SHIFTS = (_u64(formats.FIRST_SHIFT), _u64(formats.SECOND_SHIFT), _u64(formats.THIRD_SHIFT))
 _BITMAP, _WIDTH, _INVERTED = formats.BITMAP, formats.WIDTH, formats.INVERTED
 _EXACT, _FIRST_CLASS, _SYMBOLS = formats.EXACT, formats.FIRST_CLASS, formats.SYMBOLS
+_AHEAD = 32
+"""Changes ahead of which memory is fetched."""
+
 _rice_candidates = njit(nogil=True)(formats.rice_candidates)
 
 
@@ -48,7 +51,7 @@ class PatchesLoops(Compiled):
     ):
         scratch = np.empty((2, min(block, len(old) // width)), np.int32)
         find_range(
-            self.simd, old.numpy(), new.numpy(), width, floating, block, _u64(first_word), rows.numpy(), scratch,
+            self.simd, old.numpy(), new.numpy(), width, _u64(floating), block, _u64(first_word), rows.numpy(), scratch,
             positions.numpy(), symbols.numpy(), extra.numpy(), cursor.numpy(), advance,
         )  # fmt: skip
 
@@ -57,7 +60,7 @@ class PatchesLoops(Compiled):
     ):
         scratch = np.empty((2, min(block, len(base) // width)), np.int32)
         fault[0] = apply_range(
-            self.simd, base.numpy(), width, floating, block, _u64(first_word), rows.numpy(), scratch,
+            self.simd, base.numpy(), width, _u64(floating), block, _u64(first_word), rows.numpy(), scratch,
             positions.numpy(), symbols.numpy(), extra.numpy(), cursor.numpy(), write,
         )  # fmt: skip
 
@@ -67,13 +70,9 @@ def _load(data, at):
     """Read 64 bits, of which those behind the end of the data are zero."""
     word = _u64(0)
     if at + 8 <= data.size:
-        # The compiler knows the number of turns, and makes one load of them.
-        octets = data[at : at + 8]
-        for i in range(8):
-            word |= _u64(octets[i]) << _u64(8 * i)
-    else:
-        for i in range(data.size - at):
-            word |= _u64(data[at + i]) << _u64(8 * i)
+        return simd.load_word(data, at)
+    for i in range(data.size - at):
+        word |= _u64(data[at + i]) << _u64(8 * i)
     return word
 
 
@@ -81,9 +80,7 @@ def _load(data, at):
 def _store(data, at, word):
     """Write 64 bits, or those before the end of the data."""
     if at + 8 <= data.size:
-        octets = data[at : at + 8]
-        for i in range(8):
-            octets[i] = _u8(word >> _u64(8 * i))
+        simd.store_word(data, at, word)
     else:
         for i in range(data.size - at):
             data[at + i] = _u8(word >> _u64(8 * i))
@@ -136,10 +133,12 @@ def word_sum_range(variant, data, first_word):
 
 @njit(nogil=True)
 def _ordered(value, bits, floating):
-    """Map the bits of an element to an integer of as many bits that ascends with its value, or back."""
-    if floating and value >> (bits - _u64(1)):
-        return value ^ ((_u64(1) << (bits - _u64(1))) - _u64(1))
-    return value
+    """Map the bits of an element to an integer of as many bits that ascends with its value, or back.
+
+    Without a branch: signs of weights are a coin toss, which no CPU predicts.
+    """
+    sign = (value >> (bits - _u64(1))) & floating
+    return value ^ ((_u64(0) - sign) & ((_u64(1) << (bits - _u64(1))) - _u64(1)))
 
 
 @njit(nogil=True)
@@ -254,8 +253,7 @@ def find_range(
                     distance = _ordered((after >> shift) & ones, bits, floating)
                     distance = (distance - _ordered((before >> shift) & ones, bits, floating)) & ones
                     negative = distance >> (bits - _u64(1))
-                    if negative:
-                        distance = (~distance + _u64(1)) & ones
+                    distance = ((distance ^ (_u64(0) - negative)) + negative) & ones
                     if distance < _u64(_EXACT):
                         symbols[at_symbol] = _u8((distance - _u64(1)) << _u64(1) | negative)
                     else:
@@ -333,10 +331,14 @@ def apply_range(
             index = other
         at, before, after, key = _i64(-1), _u64(0), _u64(0), _u64(0)
         for i in range(count):
+            if write:
+                # The sum has brought the block into the cache when changes are checked, and nothing when they are
+                # written.
+                simd.prefetch(base, begin + _i64(index[min(i + _AHEAD, count - 1)]) * width)
             symbol = _i64(symbols[at_symbol])
             at_symbol += 1
             if symbol < _FIRST_CLASS:
-                distance, negative = _u64((symbol >> 1) + 1), symbol & 1
+                distance, negative = _u64((symbol >> 1) + 1), _u64(symbol & 1)
             else:
                 top = 6 + ((symbol - _FIRST_CLASS) >> 1)
                 if symbol >= _SYMBOLS or top >= _i64(bits):
@@ -349,10 +351,9 @@ def apply_range(
                     value |= _u64(extra[octet + 8]) << (_u64(64) - shift)
                 at_bit += top
                 value &= (_u64(1) << _u64(top)) - _u64(1)
-                negative = _i64(value & _u64(1))
+                negative = value & _u64(1)
                 distance = (_u64(2 + (symbol & 1)) << _u64(top - 1)) | value >> _u64(1)
-            if negative:
-                distance = ~distance + _u64(1)
+            distance = (distance ^ (_u64(0) - negative)) + negative
             octet = begin + _i64(index[i]) * width
             if octet >> 3 != at >> 3 or at < 0:
                 if at >= 0:

@@ -1,7 +1,9 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Explicit-vector bodies of the loops over words. ``loops.py`` calls them."""
+"""Explicit-vector bodies of the loops over words, and loads and stores of single words. ``loops.py`` calls them."""
 
 from __future__ import annotations
+
+import sys
 
 from llvmlite import ir
 from numba import types
@@ -16,12 +18,36 @@ from gradwire.kernels.patches.formats import (
     THIRD_SHIFT,
 )
 
+_LITTLE = sys.byteorder == "little"
 _LANES, _VECTORS = 8, 4
 _WORDS = 64
 
 
 def _u64(*kinds):
     return types.uint64(*kinds)
+
+
+@vector_body(_u64)
+def load_word(e, data, at):
+    """Read the 8 bytes from byte ``at`` on, which need not be aligned, as a little-endian number.
+
+    Both variants of the loops use it and :func:`store_word`: LLVM does not always make one load of eight.
+    """
+    word = e.b.load(e.b.bitcast(data.pointer(at, I8), I64.as_pointer()), align=1)
+    return word if _LITTLE else e.b.bswap(word)
+
+
+@vector_body(types.void)
+def store_word(e, data, at, word):
+    """Write a word to the 8 bytes from byte ``at`` on."""
+    word = word if _LITTLE else e.b.bswap(word)
+    e.b.store(word, e.b.bitcast(data.pointer(at, I8), I64.as_pointer()), align=1)
+
+
+@vector_body(types.void)
+def prefetch(e, data, at):
+    """Fetch the line of byte ``at`` into the caches."""
+    e.prefetch(data.pointer(at, I8))
 
 
 @vector_body(_u64)
