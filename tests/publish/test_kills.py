@@ -115,21 +115,24 @@ def test_a_publisher_goes_on_after_a_write_that_failed(breaker: Breaker, tmp_pat
         assert same(served, trained)
 
 
-def test_an_outage_longer_than_the_weights_ends_in_an_anchor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failures", [4, 5])
+def test_an_outage_longer_than_the_weights_ends_in_an_anchor(
+    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained, served = {"w": torch.randn(4000, generator=torch.Generator().manual_seed(0))}, {"w": torch.zeros(4000)}
     publisher, subscriber = gw.WeightPublisher(trained, tmp_path), gw.WeightSubscriber(served, tmp_path)
     publisher.publish(0)
     subscriber.update()
     with monkeypatch.context() as broken:
         broken.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
-        for step in range(1, 6):
+        for step in range(1, failures + 1):
             trained["w"] *= 1.1
             with pytest.raises(OSError, match="no space left"):
                 publisher.publish(step)
     trained["w"] *= 1.1
-    publication = publisher.publish(6)
+    publication = publisher.publish(failures + 1)
     assert (publication.patch_bytes, publication.anchor_bytes > 16000) == (0, True)
-    assert subscriber.update() == 6
+    assert subscriber.update() == failures + 1
     assert same(served, trained)
 
 
