@@ -82,6 +82,7 @@ SECTIONS = {
         for family, title in FAMILIES.items()
     },
     "graphs": ("Graphs", "Methods for the rows at the boundaries of a partitioned graph."),
+    "publishing": ("Publishing weights", "How to: [Publishing weights](../publishing-weights.md)."),
     "integrations": ("Integrations", "Integrations with other libraries. Each is imported when it is asked for."),
     "optimizers": ("Optimizers", "Proximal steps: sparse or bounded weights."),
     "errors": ("Errors", "What is raised, and when. What to do then: [What can go wrong](../what-can-go-wrong.md)."),
@@ -101,7 +102,9 @@ def section(name: str) -> str:
         return inner[0]
     if part == "methods" or home == "gradwire.exchange.method":
         return "methods"
-    return part if part in ("graphs", "errors") else "optimizers" if part == "optim" else "links"
+    if part in ("graphs", "errors"):
+        return part
+    return {"optim": "optimizers", "publish": "publishing"}.get(part, "links")
 
 
 def public_names() -> dict[str, list[str]]:

@@ -266,7 +266,7 @@ GENERATED = frozenset(
 )
 """Pages that programs write as a whole. What they show is in a result, which is some row's ``result``."""
 
-NO_FIGURES = frozenset({"docs/wire-format.md", "docs/properties.md"})
+NO_FIGURES = frozenset({"docs/wire-format.md", "docs/patch-format.md", "docs/properties.md"})
 """Pages of definitions: what they count in bits and bytes is what tests hold the format to."""
 
 

@@ -22,6 +22,7 @@ from gradwire.methods.registry import *  # noqa: F403
 from gradwire.methods.registry import __all__ as _registry
 from gradwire.methods.spec import method, register
 from gradwire.optim import L1, Box, ProximalSGD
+from gradwire.publish import Publication, WeightPublisher, WeightSubscriber
 from gradwire.version import __version__
 
 __all__ = [
@@ -42,9 +43,12 @@ __all__ = [
     "PayloadError",
     "Properties",
     "ProximalSGD",
+    "Publication",
     "RankMismatchError",
     "Traffic",
     "Traits",
+    "WeightPublisher",
+    "WeightSubscriber",
     "__version__",
     "halo_method",
     "integrations",

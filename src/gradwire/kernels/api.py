@@ -28,6 +28,7 @@ FAMILIES = (
     "low_rank",
     "fourier",
     "shifts",
+    "patches",
 )
 """Families of kernels. A method names the families that it calls; each is compiled when it is first needed."""
 

@@ -12,6 +12,7 @@ from gradwire.kernels.levels import operations as levels
 from gradwire.kernels.low_rank import operations as low_rank
 from gradwire.kernels.moments import operations as moments
 from gradwire.kernels.natural import operations as natural
+from gradwire.kernels.patches import operations as patches
 from gradwire.kernels.rotation import operations as rotation
 from gradwire.kernels.selection import operations as selection
 from gradwire.kernels.shifts import operations as shifts
@@ -36,6 +37,7 @@ OPERATIONS: Mapping[str, Any] = {
     "low_rank": low_rank,
     "fourier": fourier,
     "shifts": shifts,
+    "patches": patches,
 }
 """The module of each family that has a function in plain PyTorch for each operation; these define the bits."""
 
@@ -98,6 +100,10 @@ def compiled_loops(family: str) -> Callable[[bool, int], Compiled]:
         from gradwire.kernels.shifts.loops import ShiftsLoops
 
         return ShiftsLoops
+    if family == "patches":
+        from gradwire.kernels.patches.loops import PatchesLoops
+
+        return PatchesLoops
     raise KeyError(family)
 
 

@@ -9,6 +9,7 @@ from gradwire.kernels.levels.operations import LevelOperations
 from gradwire.kernels.low_rank.operations import LowRankOperations
 from gradwire.kernels.moments.operations import MomentOperations
 from gradwire.kernels.natural.operations import NaturalOperations
+from gradwire.kernels.patches.operations import PatchOperations
 from gradwire.kernels.rotation.operations import RotationOperations
 from gradwire.kernels.selection.operations import SelectionOperations
 from gradwire.kernels.shifts.operations import ShiftOperations
@@ -31,6 +32,7 @@ class Operations(
     LowRankOperations,
     FourierOperations,
     ShiftOperations,
+    PatchOperations,
 ):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 

@@ -231,6 +231,31 @@ def _shifts(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     return results
 
 
+def _patches(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
+    x, results, cursor = _case(size)[0], list[torch.Tensor](), torch.zeros(5, dtype=torch.int64)
+    old = x.to(torch.bfloat16).view(torch.uint8)[: 2 * NUMEL * size]
+    # Most elements keep their value, some move by one unit in the last place, and a few far.
+    step = torch.zeros(len(old), dtype=torch.uint8)
+    step[::94], step[7::1000] = 1, 255
+    new, block = old ^ step, 64 if size == 1 else 1 << 17
+    positions, symbols, extra = (
+        torch.zeros(numel, dtype=torch.uint8) for numel in (len(old), len(old), 2 * len(old) + 64)
+    )
+    for width, floating in ((2, True), (1, False)):
+        rows = torch.zeros(-(-len(old) // (width * block)), 3, dtype=torch.int64)
+        cursor.zero_()
+        kernels.find_changes(old, new, width, floating, block, 5, rows, positions, symbols, extra, cursor)
+        used = cursor.tolist()
+        packed = [positions[: used[1]], symbols[: used[0]], extra[: -(-used[2] // 8)]]
+        results += [cursor.clone(), rows, *(part.clone() for part in packed)]
+        for write in (False, True):
+            base = old.clone()
+            cursor.zero_()
+            kernels.apply_changes(base, width, floating, block, 5, rows, packed[0], packed[1], packed[2], cursor, write)
+            results += [base, cursor.clone()]
+    return [*results, torch.tensor([kernels.word_sum(old, 5) >> 1, kernels.word_sum(new) >> 1])]
+
+
 SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "moments": _moments,
     "ternary": _ternary,
@@ -245,6 +270,7 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "low_rank": _low_rank,
     "fourier": _fourier,
     "shifts": _shifts,
+    "patches": _patches,
 }
 """Self tests by family: each runs all operations on ``NUMEL * size`` elements, ``size`` being an optional argument."""
 

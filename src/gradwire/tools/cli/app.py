@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gradwire.tools.cli import options as o
+from gradwire.tools.cli import publish_app
 from gradwire.tools.cli.show import handled
 
 app = typer.Typer(
@@ -23,6 +24,10 @@ app = typer.Typer(
 
 bench = typer.Typer(no_args_is_help=True, help="Measured tables: training steps, and kernels against memcpy.")
 app.add_typer(bench, name="bench")
+
+app.command()(publish_app.publish)
+app.command()(publish_app.subscribe)
+app.add_typer(publish_app.patch, name="patch")
 
 
 def _version(wanted: bool) -> None:

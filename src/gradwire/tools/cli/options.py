@@ -58,6 +58,8 @@ Seed = Annotated[int, _training(help="Of weights, data order and the method's dr
 Out = Annotated[Path | None, _output("--out", "-o", metavar="FOLDER", help="Run folder; by default one under runs/")]
 Overwrite = Annotated[bool, _output(help="Replace a run folder that is there")]
 LogEvery = Annotated[int, _output(help="Steps between rows of metrics")]
+Watch = Annotated[bool, typer.Option("--watch/--once", help="Go on until Ctrl-C, or do what there is to do now")]
+Every = Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks of --watch", min=0.01)]
 AsJson = Annotated[bool, _output("--json", help="Print a list of flat JSON objects")]
 Debug = Annotated[bool, _output(help="Show tracebacks and the workers' output")]
 

@@ -55,7 +55,8 @@ def print_table(table: Table) -> None:
     console.print(table)
 
 
-def _table(*columns: str) -> Table:
+def table_of(*columns: str) -> Table:
+    """Return a table whose first column is aligned to the left, the others to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=not number)
@@ -64,7 +65,7 @@ def _table(*columns: str) -> Table:
 
 def print_runs(rows: Sequence[Mapping[str, Any]], report: Path | None) -> None:
     """Print one line for each run, the choice of "auto", and the path of the report."""
-    table = _table("method", "accuracy", "loss", "time/step", "training", "sent", "factor", "bits/element")
+    table = table_of("method", "accuracy", "loss", "time/step", "training", "sent", "factor", "bits/element")
     for row in rows:
         table.add_row(
             row["label"],
@@ -93,7 +94,7 @@ def print_verdicts(verdicts: Sequence[tuple[str, str]]) -> None:
 
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line for each measured step."""
-    table = _table(
+    table = table_of(
         "model", "hosts", "link", "compute", "exchange", "step", "20-80 %", "of floor", "sent", "over DDP fp32"
     )
     for row in rows:
@@ -115,7 +116,7 @@ def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line for each rank and step: the parts of the step, and when the network link was idle."""
-    table = _table(
+    table = table_of(
         "rank", "step", "whole", "earliest", "forward", "idle", "rows", "floor", "idle between", "idle after", "update",
         "encode", "wait", "messages", "decode",
     )  # fmt: skip
@@ -140,7 +141,7 @@ def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line for each predicted step."""
     columns = ("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "delays", "bounded by")
-    table = _table(*columns, "", "")
+    table = table_of(*columns, "", "")
     for row in rows:
         rate = row["bandwidth_bits_per_s"]
         table.add_row(

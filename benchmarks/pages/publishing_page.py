@@ -1,0 +1,94 @@
+"""The measured part of ``docs/publishing-weights.md``: bits, speed, and hostile patches."""
+
+from __future__ import annotations
+
+from benchmarks.lib.page_parts import where
+from benchmarks.lib.results import result
+
+__all__ = ["measured"]
+
+
+def measured() -> str:
+    """Return the measured part of the page; a sentence where nothing has been measured."""
+    parts = [line for part in (_bits(), _codes(), _speed(), _hostile()) for line in part]
+    return "\n".join(parts or ["Nothing has been measured yet."]).rstrip()
+
+
+def _bits() -> list[str]:
+    found = result("training/published_bits")
+    if not found:
+        return []
+    rows = found["rows"]
+    lines = [
+        f"A character GPT of {rows[0]['elements'] / 1e6:.1f} M parameters, AdamW, published in bfloat16 after each step at several "
+        f"learning rates, after {found['start_steps']} steps at 3e-4; means of {rows[0]['steps']} steps. The bound is the entropy of positions "
+        "that fall anywhere with the same share, and of the distances; the second one is that of each tensor by itself. Files are "
+        f"counted whole. `python benchmarks/training/published_bits.py`. {where(found)}.",
+        "",
+        "| learning rate | elements changed | by one unit | bound, bits a change | of each tensor | patch, bits a change | over the bound | bits an element |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['rate']:g} | {100 * row['share_changed']:.2f} % | {100 * row['share_by_one']:.1f} % | {row['bound_bits_per_change']:.2f} "
+            f"| {row['bound_by_tensor_bits_per_change']:.2f} | {row['patch_bits_per_change']:.2f} | {100 * (row['patch_over_bound'] - 1):+.1f} % "
+            f"| {row['patch_bits_per_element']:.3f} |"
+        )
+    return [*lines, ""]
+
+
+def _codes() -> list[str]:
+    found = result("training/published_bits")
+    if not found:
+        return []
+    rows = found["rows"]
+    names = list(rows[0]["codes"])
+    lines = [
+        "Bits a change of other codes on the same changes. PULSE is arXiv:2602.03839's coding as it is described there: positions of each tensor as "
+        "differences in the smallest integer type, values as they are, then the compressor.",
+        "",
+        f"| code, at a learning rate of | {' | '.join(format(row['rate'], 'g') for row in rows)} |",
+        f"|---|{'---:|' * len(rows)}",
+        f"| patch | {' | '.join(format(row['patch_bits_per_change'], '.2f') for row in rows)} |",
+    ]
+    for name in names:
+        lines.append(f"| {name} | {' | '.join(format(row['codes'][name], '.2f') for row in rows)} |")
+    return [*lines, ""]
+
+
+def _speed() -> list[str]:
+    found = result("speed/publish_speed")
+    if not found:
+        return []
+    rows = found["rows"]
+    lines = [
+        "Encoding and decoding on one thread beside a memcpy of the same bytes, bfloat16, changes by one unit at random: the processor's "
+        f"time, medians of {found['turns']} turns taken side by side. Encoding advances the publisher's copy; decoding checks all digests, then "
+        "writes. The goals were 0.5 and 1 at one change in a hundred; both are missed. `python benchmarks/speed/publish_speed.py`. "
+        f"{where(found)}. Others used the machine meanwhile.",
+        "",
+        "| elements | changed | memcpy | encode, of memcpy's rate | decode, of memcpy's rate | encode, s | decode, s | peak memory |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['elements'] / 1e6:,.0f} M | {100 * row['share_changed']:.1f} % | {row['memcpy_bytes_per_s'] / 1e9:.1f} GB/s "
+            f"| {row['encode_rate_of_memcpy']:.2f} | {row['decode_rate_of_memcpy']:.2f} | {row['encode_s']:.2f} | {row['decode_s']:.2f} "
+            f"| {row['peak_bytes'] / 1e9:.1f} GB for {row['weight_bytes'] / 1e9:.1f} GB of weights |"
+        )
+    return [*lines, ""]
+
+
+def _hostile() -> list[str]:
+    found = result("trials/hostile_patches")
+    if not found:
+        return []
+    outcomes = found["outcomes"]
+    wrong = sum(outcomes.get(name, 0) for name in ("touched", "wrong"))
+    right = outcomes.get("right", 0)
+    return [
+        f"Of {found['attempts']:,} damaged and hostile files, most of them with all digests computed anew, {outcomes['refused']:,} were refused with "
+        f"the reader's weights untouched, {right:,} led to weights that were published, to the last bit (such as an anchor under another step), and {wrong} to "
+        f"anything else. `python benchmarks/trials/hostile_patches.py`. {where(found)}.",
+        "",
+    ]

@@ -1,0 +1,143 @@
+"""Time of encoding and decoding patches against a memcpy of the same bytes, in turns in one run, on one thread.
+
+    python benchmarks/speed/publish_speed.py --json benchmarks/results/speed/publish_speed.json
+
+One tensor of bfloat16; of its elements a share, drawn at random, moves by one unit in the last place, either way.
+Encoding finds the changes, codes them and advances the publisher's copy. Decoding is what a subscriber does with the
+patch: it reads the head, checks the digests of chunks, sums up the whole base, computes the sums after the changes, and
+only then writes. Both are also given without the parts of them that could be left out. A memcpy copies as many bytes
+with float32 elements. Rates are bytes of weights a second; medians of turns.
+
+Times are those of the processor, which do not grow while the process waits for a core: the machine may be shared. What
+others do to caches and memory remains, so that the ratio of times that were taken in turns counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import gradwire as gw
+from benchmarks.lib.runs import write
+from gradwire.publish.container import read_head
+from gradwire.publish.held import HeldWeights
+from gradwire.publish.weights import LiveTensors
+
+
+class Kept:
+    """A place in memory, so that no disk is timed."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, np.ndarray[Any, Any]] = {}
+
+    def write(self, name: str, pieces: list[Any]) -> None:
+        self.files[name] = np.concatenate([np.frombuffer(memoryview(piece), np.uint8) for piece in pieces])
+
+    def read(self, name: str, most_bytes: int) -> np.ndarray[Any, Any]:
+        if name not in self.files:
+            raise FileNotFoundError(name)
+        return self.files[name]
+
+    def remove(self, name: str) -> None:
+        self.files.pop(name, None)
+
+    def names(self) -> list[str]:
+        return []
+
+
+def measure(elements: int, density: float, turns: int, threads: int) -> dict[str, Any]:
+    """Time one share of changes."""
+    generator = np.random.default_rng(0)
+    # Bits at random, but for exponents, which are a few: what is compared and summed does not depend on them.
+    words = generator.integers(0, 2**63, elements // 4, dtype=np.int64)
+    weights = torch.from_numpy(words).view(torch.bfloat16)
+    flat = weights.view(torch.int16)
+    gaps = generator.geometric(density, int(1.1 * density * elements) + 1000)
+    places = np.cumsum(gaps) - 1
+    changed = torch.from_numpy(places[places < elements])
+    ups = torch.from_numpy(generator.integers(0, 2, len(changed)).astype(np.int16) * 2 - 1)
+    place = Kept()
+    publisher = gw.WeightPublisher({"w": weights}, place, anchor_every=10**6, threads=threads)
+    served = {"w": weights.clone()}
+    held = HeldWeights(LiveTensors(served))
+    held.identify(threads)
+    publisher.publish(0)
+    place.files = {name: data for name, data in place.files.items() if "anchor" not in name}
+    source = weights.view(torch.float32)
+    target = torch.zeros_like(source)
+    spent: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[[], object]) -> Any:
+        began = time.process_time()
+        found = call()
+        spent.setdefault(name, []).append(time.process_time() - began)
+        return found
+
+    size = 0
+    for turn in range(turns + 1):
+        flat[changed] += ups if turn % 2 else -ups
+        timed("memcpy", lambda: target.copy_(source))
+        publication = timed("encode", lambda step=turn + 1: publisher.publish(step))
+        timed("memcpy", lambda: target.copy_(source))
+        (data,) = (d for name, d in place.files.items() if f"-{turn + 1:012d}-" in name)
+        place.files.clear()
+
+        def apply(data: np.ndarray[Any, Any] = data) -> None:
+            head = read_head(data)
+            held.run = None
+            held.apply(head, data, threads)
+            held.settle()
+
+        timed("decode", apply)
+        timed("sum", lambda: held.identify(threads))
+        size = publication.patch_bytes
+        if not torch.equal(served["w"].view(torch.int16), flat):
+            raise RuntimeError("the subscriber's weights differ")
+        if turn == 0:
+            spent.clear()
+    medians = {name: statistics.median(seconds) for name, seconds in spent.items()}
+    copy_s, nbytes = medians["memcpy"], 2 * elements
+    return {
+        "elements": elements,
+        "threads": threads,
+        "share_changed": len(changed) / elements,
+        "patch_bits_per_change": 8 * size / max(len(changed), 1),
+        "memcpy_bytes_per_s": nbytes / copy_s,
+        **{f"{name}_s": seconds for name, seconds in medians.items()},
+        **{f"{name}_rate_of_memcpy": copy_s / seconds for name, seconds in medians.items() if name != "memcpy"},
+        "spread": {name: [min(s), max(s)] for name, s in spent.items()},
+        "weight_bytes": nbytes,
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=1_000_000_000)
+    parser.add_argument("--density", type=float, action="append")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for density in arguments.density or (0.001, 0.01, 0.03):
+        rows.append(measure(arguments.elements, density, arguments.turns, arguments.threads))
+        print({k: (float(f"{v:.4g}") if isinstance(v, float) else v) for k, v in rows[-1].items()}, flush=True)
+    write(arguments.json, shared_machine=True, turns=arguments.turns, rows=rows)
+
+
+if __name__ == "__main__":
+    main()

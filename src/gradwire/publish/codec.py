@@ -1,0 +1,312 @@
+"""Chunks: runs of blocks of all tensors, encoded and decoded each by itself, so that threads can share the work."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from gradwire.errors import PayloadError
+from gradwire.kernels import Kernels, get_kernels
+from gradwire.kernels.entropy.base import CODER_IDS
+from gradwire.kernels.patches.formats import ROW, SYMBOLS
+from gradwire.publish.container import CHANGES, RAW, Octets
+from gradwire.publish.layout import BLOCK_ELEMENTS, BlockSpan, Layout
+
+CHUNK_ELEMENTS = 1 << 24
+"""Elements of a chunk, at most: the statistics of its entropy-coded section cost about 0.7 KB."""
+
+_CHANGES = struct.Struct("<IIIIQ")
+_CODERS = {number: name for name, number in CODER_IDS.items()}
+_SPARSE = 1 << 16
+"""Changes up to which both entropy coders are tried."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Read = Callable[[BlockSpan], torch.Tensor]
+"""Returns the bytes of a span, uint8, contiguous and in CPU memory."""
+
+
+@cache
+def codec_kernels() -> Kernels:
+    """Return the kernels that the codec uses, compiled."""
+    kernels = get_kernels("auto")
+    kernels.warm_up(("patches", "indices", *CODER_IDS))
+    return kernels
+
+
+@dataclass
+class EncodedChunk:
+    """An encoded chunk.
+
+    Attributes:
+        kind: Kind of the chunk.
+        pieces: Its bytes, in parts.
+        elements: Number of elements of its blocks.
+        changed: Number of elements that differ from the base, as far as that is known, else of all.
+        sums: By tensor, the sum of words that the chunk adds to the tensor's: for changes, the difference.
+    """
+
+    kind: int
+    pieces: list[Octets]
+    elements: int
+    changed: int
+    sums: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def announced(self) -> int:
+        """Number of elements that the file says the chunk changes."""
+        return self.elements if self.kind == RAW else self.changed
+
+
+def encode_whole(spans: Sequence[BlockSpan], new: Read) -> EncodedChunk:
+    """Encode the bytes of spans as they are."""
+    elements = sum(span.elements for span in spans)
+    kernels, found = codec_kernels(), EncodedChunk(RAW, [], elements, elements)
+    for span in spans:
+        octets = new(span)
+        found.pieces.append(octets.numpy())
+        _add(found.sums, span.tensor, kernels.word_sum(octets, span.first_word))
+    return found
+
+
+def encode_changes(spans: Sequence[BlockSpan], old: Read, new: Read, *, advance: bool = False) -> EncodedChunk | None:
+    """Encode how spans differ from their base, or their bytes if these are fewer; None if nothing differs.
+
+    Args:
+        spans: Spans of the chunk.
+        old: Returns the base of a span.
+        new: Returns the bytes of a span.
+        advance: Write the new bytes over the base.
+    """
+    kernels = codec_kernels()
+    blocks, elements = sum(span.blocks for span in spans), sum(span.elements for span in spans)
+    nbytes = sum(span.elements * span.kind.width for span in spans)
+    # Only what is written takes memory: the operating system gives a page when it is used first.
+    rows = torch.empty(blocks, ROW, dtype=torch.int64)
+    symbols = torch.empty(elements, dtype=torch.uint8)
+    positions = torch.empty(elements // 8 + blocks, dtype=torch.uint8)
+    extra = torch.empty(nbytes + 32, dtype=torch.uint8)
+    cursor, sums, at = torch.zeros(5, dtype=torch.int64), dict[int, int](), 0
+    kept = list[torch.Tensor]()
+    for span in spans:
+        fresh = new(span)
+        cursor[3] = 0
+        kernels.find_changes(
+            old(span), fresh, span.kind.width, span.kind.floating, BLOCK_ELEMENTS, span.first_word,
+            rows[at : at + span.blocks], positions, symbols, extra, cursor, advance,
+        )  # fmt: skip
+        at += span.blocks
+        _add(sums, span.tensor, int(cursor[3]))
+        # Others may write to the weights meanwhile: the base has what was compared.
+        kept.append(old(span) if advance else fresh)
+    changed, position_bytes, extra_bits = cursor.tolist()[:3]
+    if not changed:
+        return None
+    coded = _smallest(kernels, symbols[:changed])
+    table = _pack_rows(rows)
+    head = _CHANGES.pack(changed, len(table), position_bytes, len(coded), extra_bits)
+    first = np.frombuffer(bytearray(head + table), np.uint8)
+    pieces = [first, positions.numpy()[:position_bytes], coded, extra.numpy()[: -(-extra_bits // 8)]]
+    if sum(map(len, pieces)) >= nbytes:
+        return EncodedChunk(RAW, [octets.numpy().copy() for octets in kept], elements, changed, sums)
+    # The arrays have room for any changes: what is kept until it is sent is copied out of them.
+    return EncodedChunk(CHANGES, [piece.copy() for piece in pieces], elements, changed, sums)
+
+
+def _smallest(kernels: Kernels, symbols: torch.Tensor) -> Octets:
+    """Return the entropy-coded section of symbols: rANS, and Huffman if its smaller tables may pay."""
+    best: Octets | None = None
+    for name in CODER_IDS if symbols.numel() <= _SPARSE else ("rans",):
+        coder = kernels.coder(name)
+        out = torch.empty(coder.bound(symbols.numel()), dtype=torch.uint8)
+        size = coder.encode(symbols, out)
+        if best is None or size < len(best):
+            best = out.numpy()[:size]
+    if best is None:
+        raise PayloadError("no entropy coder is known")
+    return best
+
+
+def _pack_rows(rows: torch.Tensor) -> bytes:
+    """Write a byte and two numbers of 7 bits a byte for each block."""
+    out = bytearray()
+    for form, count, size in rows.tolist():
+        out.append(form)
+        for value in (count, size):
+            while value > 127:
+                out.append(value & 127 | 128)
+                value >>= 7
+            out.append(value)
+    return bytes(out)
+
+
+def _unpack_rows(data: bytes, blocks: int) -> torch.Tensor:
+    found, at = list[list[int]](), 0
+    for _ in range(blocks):
+        row = [data[at]] if at < len(data) else []
+        at += 1
+        for _ in range(ROW - 1):
+            value, shift = 0, 0
+            while True:
+                if at >= len(data) or shift > 28:
+                    raise PayloadError("the rows of its blocks end early, or hold a number of more than 35 bits")
+                octet = data[at]
+                at += 1
+                value |= (octet & 127) << shift
+                shift += 7
+                if octet < 128:
+                    break
+            row.append(value)
+        found.append(row)
+    if at != len(data):
+        raise PayloadError("there are bytes behind the rows of its blocks")
+    return torch.tensor(found, dtype=torch.int64).reshape(blocks, ROW)
+
+
+class DecodedChunk:
+    """A chunk, read and checked as far as that is possible without its base.
+
+    Args:
+        kind: ``RAW`` or ``CHANGES``.
+        spans: Spans of the chunk.
+        body: Bytes of the chunk, whose digest has been compared.
+
+    Attributes:
+        changed: Number of elements that differ from the base.
+        light: Whether this object takes little memory beside its spans and body, so that it can be kept.
+
+    Raises:
+        PayloadError: the bytes are not those of such a chunk.
+    """
+
+    def __init__(self, kind: int, spans: Sequence[BlockSpan], body: Octets) -> None:
+        self._kind, self._spans, self._body = kind, spans, body
+        elements = sum(span.elements for span in spans)
+        self.light = True
+        if kind == RAW:
+            expected = sum(span.elements * span.kind.width for span in spans)
+            if len(body) != expected:
+                raise PayloadError(f"it has {len(body)} bytes where its blocks have {expected}")
+            self.changed = elements
+            return
+        if kind != CHANGES:
+            raise PayloadError(f"its kind {kind} is unknown to this version")
+        if len(body) < _CHANGES.size:
+            raise PayloadError("it ends within its head")
+        self.changed, *sizes = _CHANGES.unpack(body[: _CHANGES.size].tobytes())
+        sizes[3] = -(-sizes[3] // 8)
+        ends = [_CHANGES.size + sum(sizes[: i + 1]) for i in range(4)]
+        if ends[-1] != len(body) or not 0 < self.changed <= elements:
+            raise PayloadError(f"it announces {self.changed} changes in {ends[-1]} bytes, and has {len(body)}")
+        table, positions, coded, extra = (body[a:b] for a, b in zip([_CHANGES.size, *ends], ends))
+        self._rows = _unpack_rows(table.tobytes(), sum(span.blocks for span in spans))
+        if int(self._rows[:, 1].sum()) != self.changed:
+            raise PayloadError("the changes of its blocks are more or fewer than it announces")
+        self._symbols = torch.empty(self.changed, dtype=torch.uint8)
+        self.light = 8 * self.changed <= elements
+        if not len(coded) or int(coded[0]) not in _CODERS:
+            raise PayloadError("its symbols are coded by an unknown coder")
+        codec_kernels().coder(_CODERS[int(coded[0])]).decode(torch.from_numpy(coded), self._symbols)
+        if int(self._symbols.max()) >= SYMBOLS:
+            raise PayloadError("one of its symbols stands for no distance")
+        self._positions, self._extra = torch.from_numpy(positions), torch.from_numpy(extra)
+        self._bits = _CHANGES.unpack(body[: _CHANGES.size].tobytes())[4]
+
+    def check(self, base: Read) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Return by tensor the sum of words of the base, and what the chunk adds to it; write nothing.
+
+        Raises:
+            PayloadError: the changes are not those of such a base.
+        """
+        kernels, before, change = codec_kernels(), dict[int, int](), dict[int, int]()
+        if self._kind == RAW:
+            at = 0
+            for span in self._spans:
+                octets = torch.from_numpy(self._body[at : at + span.elements * span.kind.width])
+                at += len(octets)
+                held = kernels.word_sum(base(span), span.first_word)
+                _add(before, span.tensor, held)
+                _add(change, span.tensor, kernels.word_sum(octets, span.first_word) - held)
+            return before, change
+        for span, cursor in self._walk(base, write=False):
+            _add(change, span.tensor, int(cursor[3]))
+            _add(before, span.tensor, int(cursor[4]))
+        return before, change
+
+    def sums(self) -> Mapping[int, int]:
+        """Return by tensor the sum of words of a chunk of plain bytes."""
+        found, at = dict[int, int](), 0
+        for span in self._spans:
+            octets = torch.from_numpy(self._body[at : at + span.elements * span.kind.width])
+            at += len(octets)
+            _add(found, span.tensor, codec_kernels().word_sum(octets, span.first_word))
+        return found
+
+    def write(self, target: Read) -> None:
+        """Write the chunk into the bytes of its spans, which have been checked."""
+        if self._kind == RAW:
+            at = 0
+            for span in self._spans:
+                octets = torch.from_numpy(self._body[at : at + span.elements * span.kind.width])
+                target(span).copy_(octets)
+                at += len(octets)
+            return
+        for _ in self._walk(target, write=True):
+            pass
+
+    def _walk(self, base: Read, *, write: bool) -> list[tuple[BlockSpan, torch.Tensor]]:
+        kernels, cursor, at = codec_kernels(), torch.zeros(5, dtype=torch.int64), 0
+        found = []
+        for span in self._spans:
+            cursor[3:] = 0
+            kernels.apply_changes(
+                base(span), span.kind.width, span.kind.floating, BLOCK_ELEMENTS, span.first_word,
+                self._rows[at : at + span.blocks], self._positions, self._symbols, self._extra, cursor, write,
+            )  # fmt: skip
+            at += span.blocks
+            found.append((span, cursor.clone()))
+        used = cursor.tolist()[:3]
+        if used != [self.changed, len(self._positions), self._bits]:
+            raise PayloadError("it has bytes that its changes do not use")
+        return found
+
+
+def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
+    """Return the results of ``work`` on each item, in order, computed by some threads."""
+    if threads < 2 or len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items)), "gradwire-publish") as pool:
+        return list(pool.map(work, items))
+
+
+def _add(sums: dict[int, int], tensor: int, value: int) -> None:
+    sums[tensor] = (sums.get(tensor, 0) + value) % 2**64
+
+
+def total_sums(start: Sequence[int], parts: Iterable[Mapping[int, int]]) -> list[int]:
+    """Return the sums of tensors after parts, by tensor, have been added to them."""
+    total = list(start)
+    for part in parts:
+        for tensor, value in part.items():
+            total[tensor] = (total[tensor] + value) % 2**64
+    return total
+
+
+def sums_of(layout: Layout, read: Read, threads: int, runs: Sequence[tuple[int, int]] | None = None) -> list[int]:
+    """Return the sums of words of all tensors, or of runs of blocks of them."""
+
+    def part(run: tuple[int, int]) -> dict[int, int]:
+        kernels, found = codec_kernels(), dict[int, int]()
+        for span in layout.spans(*run):
+            _add(found, span.tensor, kernels.word_sum(read(span), span.first_word))
+        return found
+
+    chosen = layout.chunks(CHUNK_ELEMENTS) if runs is None else runs
+    return total_sums([0] * len(layout.entries), in_parallel(part, chosen, threads))

@@ -1,0 +1,69 @@
+"""Weights by broadcast: rank 0 of a process group publishes, the others follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import PayloadError
+from gradwire.publish.container import Octets, view_of
+
+SOURCE = 0
+"""Rank that publishes, in the group."""
+
+_PART_BYTES = 1 << 26
+
+
+def is_group(where: object) -> bool:
+    """Return whether ``where`` is a process group."""
+    return dist.is_available() and isinstance(where, dist.ProcessGroup)
+
+
+class GroupChannel:
+    """Broadcasts of files in a process group.
+
+    Each :meth:`~gradwire.WeightPublisher.publish` of the group's rank 0 meets one
+    :meth:`~gradwire.WeightSubscriber.update` of every other rank. First the ranks agree whether one of them needs an
+    anchor; then rank 0 broadcasts the length of the file, and the file.
+
+    Args:
+        group: The process group, on a backend that serves CPU tensors.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._source = dist.get_global_rank(group, SOURCE)
+
+    def wants_anchor(self, own: bool) -> bool:
+        """Return whether any rank needs an anchor."""
+        flag = torch.tensor([int(own)])
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+    def send(self, pieces: Sequence[Octets | bytes]) -> None:
+        """Broadcast a file."""
+        whole = torch.from_numpy(np.concatenate([np.frombuffer(view_of(piece), np.uint8) for piece in pieces]))
+        dist.broadcast(torch.tensor([len(whole)]), self._source, group=self._group)
+        for begin in range(0, len(whole), _PART_BYTES):
+            dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
+
+    def receive(self, most_bytes: int) -> Octets:
+        """Receive the file that rank 0 broadcasts.
+
+        Raises:
+            PayloadError: it announces more than ``most_bytes``.
+        """
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(length, self._source, group=self._group)
+        size = int(length)
+        if not 0 <= size <= most_bytes:
+            raise PayloadError(f"rank {SOURCE} announces a file of {size} bytes, more than {most_bytes}")
+        whole = torch.empty(size, dtype=torch.uint8)
+        for begin in range(0, size, _PART_BYTES):
+            dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
+        found: Octets = whole.numpy()
+        return found

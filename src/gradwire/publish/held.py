@@ -1,0 +1,176 @@
+"""Weights at hand, what is known of them, and how a file is checked against them and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gradwire.errors import IncompatibleError, PayloadError
+from gradwire.publish.codec import DecodedChunk, in_parallel, sums_of, total_sums
+from gradwire.publish.container import ANCHOR, Octets, PatchHead, anchor_layout, check_against, digest_of
+from gradwire.publish.layout import Layout
+from gradwire.publish.weights import LiveTensors, Writable
+
+
+class HeldWeights:
+    """Weights that follow a publisher's, and the run, the step and the sums of tensors that they have.
+
+    Attributes:
+        weights: The tensors.
+        run: Run of the publisher that the weights are of, if they came by a file.
+        step: Step of the weights, if it is known.
+        sums: Sum of words of each tensor, if it is known.
+    """
+
+    def __init__(self, weights: Writable) -> None:
+        self.weights = weights
+        self.run: bytes | None = None
+        self.step: int | None = None
+        self.sums: tuple[int, ...] | None = None
+
+    @property
+    def layout(self) -> Layout | None:
+        """Layout of the weights; None for a file that is not there yet."""
+        return self.weights.layout
+
+    @property
+    def state(self) -> bytes | None:
+        """Digest of the weights, if their sums are known."""
+        layout = self.layout
+        return layout.state(self.sums) if layout is not None and self.sums is not None else None
+
+    def forget(self) -> None:
+        """Trust what is known no longer."""
+        self.run = self.step = self.sums = None
+
+    def become(self, other: HeldWeights) -> None:
+        """Take over what is known of other weights with the same bytes."""
+        self.run, self.step, self.sums = other.run, other.step, other.sums
+
+    def identify(self, threads: int) -> None:
+        """Sum up the weights: they may be those of a published step already."""
+        if self.layout is not None:
+            self.sums = tuple(sums_of(self.layout, self.weights.read, threads))
+
+    def apply(self, head: PatchHead, data: Octets, threads: int) -> None:
+        """Check a file in full, then write it; :meth:`settle` ends one or more of these.
+
+        Args:
+            head: Head of the file.
+            data: The file.
+            threads: Threads that share the work.
+
+        Raises:
+            PayloadError: the file is refused, and nothing has been written.
+            IncompatibleError: the file is for other tensors.
+        """
+        layout = self._layout_for(head)
+        places = head.places()
+
+        def decode(number: int) -> DecodedChunk:
+            chunk, body = head.chunks[number], data[places[number]]
+            if digest_of(body.data) != chunk.digest:
+                raise PayloadError(f"{head.name}: chunk {number} was damaged: its digest differs")
+            try:
+                return DecodedChunk(chunk.kind, layout.spans(chunk.first, chunk.blocks), body)
+            except PayloadError as error:
+                raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
+
+        kept = self._check(head, layout, decode, threads)
+        self.weights.open(layout, head.step)
+        # Until all is written, the weights are of no step.
+        self.forget()
+
+        def write(number: int) -> None:
+            (kept[number] or decode(number)).write(self.weights.target)
+
+        in_parallel(write, range(len(head.chunks)), threads)
+        self.run, self.step, self.sums = head.run, head.step, head.sums
+
+    def settle(self) -> None:
+        """Make what was written the weights, unless writing was interrupted."""
+        if self.sums is None:
+            self.weights.abandon()
+        else:
+            self.weights.commit()
+
+    def _layout_for(self, head: PatchHead) -> Layout:
+        """Return the layout of the file, and refuse a file that does not follow on these weights."""
+        own = self.layout
+        if head.kind == ANCHOR:
+            layout = anchor_layout(head)
+            if own is not None and own.digest != layout.digest and isinstance(self.weights, LiveTensors):
+                raise IncompatibleError(
+                    f"{head.name}: the published weights have other tensors than these: "
+                    f"{layout.difference(own, 'published', 'here')}"
+                )
+            return layout
+        if own is None or self.state is None:
+            raise PayloadError(f"{head.name}: these weights are of no known step; an anchor comes first")
+        if own.digest != head.layout:
+            raise IncompatibleError(f"{head.name}: it is for tensors of other names, types or shapes than these")
+        check_against(head, own)
+        if self.run is not None and head.run != self.run:
+            raise PayloadError(
+                f"{head.name} is of run {head.run.hex()[:8]}, and these weights are of run {self.run.hex()[:8]}"
+            )
+        if head.base_state != self.state:
+            at = "an unknown step" if self.step is None else f"step {self.step}"
+            if self.step is not None and head.step <= self.step:
+                reason = "it comes a second time, or late"
+            elif self.step is not None and head.base_step > self.step:
+                reason = "patches between them are missing"
+            else:
+                reason = "it starts from other weights"
+            raise PayloadError(f"{head.name} does not follow on these weights, which are of {at}: {reason}")
+        return own
+
+    def _check(
+        self, head: PatchHead, layout: Layout, decode: Callable[[int], DecodedChunk], threads: int
+    ) -> list[DecodedChunk | None]:
+        """Decode everything, and compare the sums of all tensors; return the decoded chunks that are kept."""
+        read, whole = self.weights.read, head.kind == ANCHOR
+
+        def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], DecodedChunk | None, int]:
+            chunk = decode(number)
+            try:
+                before, change = ({}, chunk.sums()) if whole else chunk.check(read)
+            except PayloadError as error:
+                raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
+            return before, change, chunk if chunk.light else None, chunk.changed
+
+        results = in_parallel(check, range(len(head.chunks)), threads)
+        nothing = [0] * len(layout.entries)
+        changes = total_sums(nothing, [change for _, change, _, _ in results])
+        if whole:
+            found = changes
+        else:
+            left = sums_of(layout, read, threads, _left_out(head, layout))
+            base = total_sums(left, [before for before, *_ in results])
+            for number, (total, known) in enumerate(zip(base, self.sums or ())):
+                if total != known:
+                    self.forget()
+                    raise PayloadError(
+                        f"{head.name}: something else has changed the tensor {layout.entries[number].name!r} since the "
+                        "last update, so that a patch cannot be written to it; the next update fetches an anchor"
+                    )
+            found = [(total + change) % 2**64 for total, change in zip(base, changes)]
+        for number, (total, expected) in enumerate(zip(found, head.sums)):
+            if total != expected:
+                raise PayloadError(
+                    f"{head.name}: the digest of {layout.entries[number].name!r} differs from the publisher's"
+                )
+        if sum(changed for *_, changed in results) != head.changed:
+            raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")
+        return [chunk for _, _, chunk, _ in results]
+
+
+def _left_out(head: PatchHead, layout: Layout) -> list[tuple[int, int]]:
+    """Return runs of the blocks that no chunk of a patch changes."""
+    runs, at = [], 0
+    for chunk in head.chunks:
+        if chunk.first > at:
+            runs.append((at, chunk.first - at))
+        at = chunk.first + chunk.blocks
+    if at < layout.blocks:
+        runs.append((at, layout.blocks - at))
+    return runs

@@ -1,0 +1,331 @@
+"""Weights as bytes: tensors in memory, and safetensors files."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from gradwire.errors import IncompatibleError
+from gradwire.publish.container import Octets
+from gradwire.publish.layout import BY_DTYPE, BlockSpan, Entry, Layout
+from gradwire.publish.safetensor_files import TensorPlace, files_of, header_of, read_places, sync
+
+Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""A module, or named tensors."""
+
+Weights = Tensors | str | os.PathLike[str]
+"""A module, named tensors, or a safetensors file or folder."""
+
+
+class Readable(Protocol):
+    """Weights to publish."""
+
+    layout: Layout
+
+    def read(self, span: BlockSpan) -> torch.Tensor:
+        """Return the bytes of a span (uint8); they may be the weights' own memory."""
+        ...
+
+
+class Writable(Protocol):
+    """Weights that follow a publisher's."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout; None for a file that is not there yet."""
+        ...
+
+    def read(self, span: BlockSpan) -> torch.Tensor:
+        """Return the bytes of a span, as they were written last."""
+        ...
+
+    def open(self, layout: Layout, step: int) -> None:
+        """Prepare to write the weights of a step; several may be written before :meth:`commit`."""
+        ...
+
+    def target(self, span: BlockSpan) -> torch.Tensor:
+        """Return the bytes of a span to write to."""
+        ...
+
+    def commit(self) -> None:
+        """Make what was written the weights."""
+        ...
+
+    def abandon(self) -> None:
+        """Drop what was written, as far as it is not in the tensors' own memory."""
+        ...
+
+
+def named_tensors(weights: Tensors) -> dict[str, torch.Tensor]:
+    """Return tensors by name: of a module its parameters and the buffers that a checkpoint has, tied ones once.
+
+    Raises:
+        IncompatibleError: a tensor is sharded, sparse, quantised or of a type without a code, or there is none.
+    """
+    if isinstance(weights, torch.nn.Module):
+        module = weights
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        module = getattr(module, "_orig_mod", module)
+        seen, found = set[int](), dict[str, torch.Tensor]()
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[name] = tensor
+    else:
+        found = dict(weights.items() if isinstance(weights, Mapping) else weights)
+    if not found:
+        raise IncompatibleError("there are no tensors: pass a module, named tensors, or a safetensors file or folder")
+    for name, tensor in found.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise IncompatibleError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise IncompatibleError(
+                f"{name!r} is a {type(tensor).__name__}: pass plain tensors, of a sharded model the full ones, "
+                "such as torch.distributed.checkpoint.state_dict.get_model_state_dict gives with full_state_dict=True"
+            )
+        if tensor.dtype not in BY_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
+            raise IncompatibleError(f"{name!r} is {tensor.dtype}, {tensor.layout} on {tensor.device}: not supported")
+    return found
+
+
+def _entry(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Entry:
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return Entry(name, BY_DTYPE[kind], tuple(tensor.shape))
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes."""
+    flat = tensor.detach().reshape(-1)
+    # A complex number, too, is viewed as bytes.
+    return flat.view(torch.uint8)
+
+
+class LiveTensors:
+    """Tensors in memory, to publish or to follow.
+
+    Tensors on the CPU that are contiguous are read and written in place. Others pass through a copy on the CPU: spans
+    of it to publish, the whole tensor to follow.
+
+    Args:
+        weights: A module or named tensors.
+        dtype: Publish floating-point tensors rounded to this type; None: as they are.
+    """
+
+    def __init__(self, weights: Tensors, dtype: torch.dtype | None = None) -> None:
+        tensors = named_tensors(weights)
+        if dtype is not None and (dtype not in BY_DTYPE or not dtype.is_floating_point):
+            raise IncompatibleError(f"dtype={dtype}: publish floating-point tensors as a floating-point type")
+        self.layout = Layout(_entry(name, tensor, dtype) for name, tensor in tensors.items())
+        self._tensors = [tensors[entry.name] for entry in self.layout.entries]
+        self._copies: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def _direct(self, number: int) -> bool:
+        tensor, entry = self._tensors[number], self.layout.entries[number]
+        return (
+            tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == getattr(torch, entry.kind.dtype)
+        )
+
+    def read(self, span: BlockSpan) -> torch.Tensor:
+        tensor, kind = self._tensors[span.tensor].detach(), span.kind
+        if self._direct(span.tensor):
+            return _octets(tensor)[span.octets]
+        if span.tensor in self._copies:
+            return _octets(self._copies[span.tensor])[span.octets]
+        part = tensor.reshape(-1)[span.begin // kind.numbers : span.stop // kind.numbers]
+        return _octets(part.to(device="cpu", dtype=getattr(torch, kind.dtype)).contiguous())
+
+    def open(self, layout: Layout, step: int) -> None:
+        """Do nothing: copies are made when they are written to."""
+
+    def target(self, span: BlockSpan) -> torch.Tensor:
+        if self._direct(span.tensor):
+            return _octets(self._tensors[span.tensor])[span.octets]
+        with self._lock:
+            if span.tensor not in self._copies:
+                self._copies[span.tensor] = self._tensors[span.tensor].detach().to("cpu", copy=True).contiguous()
+        return _octets(self._copies[span.tensor])[span.octets]
+
+    def commit(self) -> None:
+        for number, copy in self._copies.items():
+            with torch.no_grad():
+                self._tensors[number].copy_(copy)
+        self._copies.clear()
+
+    def abandon(self) -> None:
+        self._copies.clear()
+
+    def clone(self) -> LiveTensors:
+        """Return copies of the tensors, on the CPU."""
+        copies = {
+            entry.name: tensor.detach().to("cpu", copy=True).contiguous()
+            for entry, tensor in zip(self.layout.entries, self._tensors)
+        }
+        return LiveTensors(copies)
+
+    def copy_from(self, other: LiveTensors) -> None:
+        """Copy the values of tensors of the same layout."""
+        with torch.no_grad():
+            for tensor, source in zip(self._tensors, other._tensors):
+                tensor.copy_(source)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name."""
+        return {entry.name: tensor.detach() for entry, tensor in zip(self.layout.entries, self._tensors)}
+
+
+class SavedTensors:
+    """Weights in a safetensors file, or in all safetensors files of a folder, to publish.
+
+    Bytes are read when they are needed, not mapped: a file that is cut short meanwhile is an error, not a crash.
+
+    Raises:
+        IncompatibleError: a file is not complete or has types without a code.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        places: dict[Entry, TensorPlace] = {}
+        for file in files_of(self.path):
+            places |= read_places(file)
+        self.layout = Layout(places)
+        self._places = [places[entry] for entry in self.layout.entries]
+
+    def read(self, span: BlockSpan) -> torch.Tensor:
+        place, part = self._places[span.tensor], span.octets
+        out = np.empty(part.stop - part.start, np.uint8)
+        with place.file.open("rb", buffering=0) as stream:
+            stream.seek(place.offset + part.start)
+            view, got = out.data, 0
+            while got < len(out):
+                count = stream.readinto(view[got:])
+                if not count:
+                    raise IncompatibleError(f"{place.file} was cut short while it was read: publish it again")
+                got += count
+        return torch.from_numpy(out)
+
+
+class FollowingFile:
+    """A safetensors file that follows a publisher.
+
+    Each update is written into a new file, which then takes the place of the old one: who has opened or mapped the old
+    file keeps it whole.
+
+    Args:
+        path: The file, or a folder, in which it is ``model.safetensors``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        given = Path(path)
+        self.path = given if given.suffix == ".safetensors" else given / "model.safetensors"
+        self._partial = self.path.with_name(f".{self.path.name}.partial")
+        self._mapped: Octets | None = None
+        self._new: Octets | None = None
+        self._places: list[int] = []
+        self._layout: Layout | None = None
+        self._offsets: list[int] = []
+        self._load()
+
+    @property
+    def layout(self) -> Layout | None:
+        return self._layout
+
+    def _load(self) -> None:
+        """Map the file, if it is there."""
+        self._layout = self._mapped = None
+        if not self.path.exists():
+            return
+        places = read_places(self.path)
+        self._layout = Layout(places)
+        self._offsets = [places[entry].offset for entry in self._layout.entries]
+        self._mapped = _map(self.path)
+
+    def read(self, span: BlockSpan) -> torch.Tensor:
+        if self._new is not None:
+            return _part(self._new, self._places[span.tensor], span)
+        if self._mapped is None:
+            raise IncompatibleError(f"{self.path} is not there")
+        return _part(self._mapped, self._offsets[span.tensor], span)
+
+    def open(self, layout: Layout, step: int) -> None:
+        if self._new is not None and self._layout is not None and self._layout.digest == layout.digest:
+            header, _ = header_of(layout, _metadata(step))
+            self._new[: len(header)] = np.frombuffer(header, np.uint8)
+            return
+        header, self._places = header_of(layout, _metadata(step))
+        size = len(header) + layout.nbytes
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._partial.open("wb") as stream:
+            stream.truncate(size)
+        self._new = _map(self._partial, writable=True)
+        self._new[: len(header)] = np.frombuffer(header, np.uint8)
+        if self._mapped is not None and self._layout is not None and self._layout.digest == layout.digest:
+            for number, entry in enumerate(layout.entries):
+                here, there = self._places[number], self._offsets[number]
+                self._new[here : here + entry.nbytes] = self._mapped[there : there + entry.nbytes]
+        self._layout = layout
+
+    def target(self, span: BlockSpan) -> torch.Tensor:
+        if self._new is None:
+            raise IncompatibleError(f"{self.path} is not open for an update")
+        return _part(self._new, self._places[span.tensor], span)
+
+    def abandon(self) -> None:
+        self._new = None
+        self._partial.unlink(missing_ok=True)
+        self._load()
+
+    def commit(self) -> None:
+        if self._new is None:
+            return
+        if isinstance(self._new, np.memmap):
+            self._new.flush()
+        self._new = None
+        sync(self._partial)
+        os.replace(self._partial, self.path)
+        sync(self.path.parent)
+        self._load()
+
+
+def _metadata(step: int) -> dict[str, str]:
+    """Return what a file says of itself; its length does not depend on the step."""
+    return {"format": "pt", "step": f"{step:020d}"}
+
+
+def _map(path: Path, writable: bool = False) -> Octets:
+    """Map a file; changes of a map that is not writable stay private to it."""
+    return np.memmap(path, np.uint8, "r+" if writable else "c")
+
+
+def _part(mapped: Octets, offset: int, span: BlockSpan) -> torch.Tensor:
+    part = span.octets
+    return torch.from_numpy(mapped[offset + part.start : offset + part.stop])
+
+
+def readable(weights: Weights, dtype: torch.dtype | None = None) -> Readable:
+    """Return weights to publish.
+
+    Raises:
+        IncompatibleError: they cannot be published.
+    """
+    if isinstance(weights, str | os.PathLike):
+        if dtype is not None:
+            raise IncompatibleError(f"dtype={dtype}: files are published as they are")
+        return SavedTensors(weights)
+    return LiveTensors(weights, dtype)
+
+
+def writable(weights: Weights) -> LiveTensors | FollowingFile:
+    """Return weights that follow a publisher's.
+
+    Raises:
+        IncompatibleError: they cannot be written.
+    """
+    return FollowingFile(weights) if isinstance(weights, str | os.PathLike) else LiveTensors(weights)

@@ -1,0 +1,268 @@
+"""The work of ``gradwire publish``, ``subscribe`` and ``patch show``."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import gradwire as gw
+from gradwire.errors import GradwireError, IncompatibleError, PayloadError
+from gradwire.publish.container import ANCHOR, CHANGES, read_head
+from gradwire.publish.manifest import read_manifest
+from gradwire.publish.stores import open_place
+from gradwire.tools.cli.show import print_json, print_table, table_of
+from gradwire.tools.report.verdict import bytes_text, percent, seconds_text
+
+_NUMBER = re.compile(r"(\d+)$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A safetensors file or folder of a step.
+
+    Attributes:
+        step: The number that the folder's name ends with; None: it has none.
+        path: The file or folder.
+        stamp: When its files were last written, and their sizes.
+    """
+
+    step: int | None
+    path: Path
+    stamp: tuple[tuple[int, int], ...]
+
+
+def find_checkpoints(path: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a path, in the order of their steps.
+
+    A path with safetensors files is one checkpoint. Otherwise its folders with such files and a number at the end of
+    their name are, such as ``checkpoint-500`` or ``step_500``.
+
+    Raises:
+        IncompatibleError: the path is not there.
+    """
+    if not path.exists():
+        raise IncompatibleError(f"{path} does not exist: name a safetensors file or a folder of checkpoints")
+    if path.is_file() or any(path.glob("*.safetensors")):
+        return [Checkpoint(None, path, _stamp(path))]
+    found = []
+    for folder in path.iterdir():
+        number = _NUMBER.search(folder.name)
+        if folder.is_dir() and number and any(folder.glob("*.safetensors")):
+            found.append(Checkpoint(int(number.group()), folder, _stamp(folder)))
+    return sorted(found, key=lambda checkpoint: checkpoint.step or 0)
+
+
+def _stamp(path: Path) -> tuple[tuple[int, int], ...]:
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    return tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+
+
+class Follower:
+    """Publishes the checkpoints of a path, one after the other.
+
+    The run that is in the place goes on where the checkpoint of its latest step is still there. Otherwise a new run
+    begins with the newest checkpoint.
+    """
+
+    def __init__(self, source: Path, to: str, anchor_every: int, keep_anchors: int) -> None:
+        self._source, self._to = source, to
+        self._settings: dict[str, Any] = {"anchor_every": anchor_every, "keep_anchors": keep_anchors}
+        self._publisher: gw.WeightPublisher | None = None
+        self._stamp: tuple[tuple[int, int], ...] = ()
+
+    def publish(self) -> Iterator[gw.Publication]:
+        """Publish the checkpoints that are new and complete."""
+        checkpoints = find_checkpoints(self._source)
+        if not checkpoints:
+            return
+        if self._publisher is None:
+            checkpoints = self._begin(checkpoints)
+        publisher = self._publisher
+        if publisher is None:
+            return
+        for checkpoint in checkpoints:
+            step = checkpoint.step
+            if step is None:
+                # A checkpoint that is written over counts on; its files are whole when they stay as they are.
+                if checkpoint.stamp == self._stamp:
+                    continue
+                step = publisher.step + 1
+            if step > publisher.step:
+                yield publisher.publish(step, checkpoint.path)
+                self._stamp = checkpoint.stamp
+
+    def _begin(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        """Build the publisher; return the checkpoints to publish."""
+        with contextlib.suppress(PayloadError):
+            manifest = read_manifest(open_place(self._to))
+            for checkpoint in checkpoints:
+                if manifest is not None and checkpoint.step in (None, manifest.step):
+                    publisher = gw.WeightPublisher(checkpoint.path, self._to, resume=True, **self._settings)
+                    self._publisher = publisher
+                    if publisher.step == manifest.step:
+                        self._stamp = checkpoint.stamp
+                        return checkpoints
+        newest = checkpoints[-1]
+        if self._publisher is None or newest.step is not None:
+            self._publisher = gw.WeightPublisher(newest.path, self._to, **self._settings)
+        return [newest]
+
+
+def publish(
+    source: Path, to: str, *, anchor_every: int, keep_anchors: int, watch: bool, every_s: float, as_json: bool
+) -> None:
+    """Publish checkpoints, once or as they appear."""
+    follower, rows, say = Follower(source, to, anchor_every, keep_anchors), list[dict[str, Any]](), _Teller()
+
+    def turn() -> None:
+        for publication in follower.publish():
+            rows.append(publication_row(publication))
+            say(_publication_text(publication))
+
+    _repeat(turn, watch, every_s, say)
+    if not rows and not watch:
+        say(f"nothing new in {source}")
+    if as_json:
+        print_json(rows)
+
+
+def publication_row(publication: gw.Publication) -> dict[str, Any]:
+    """Return a publication as a flat object."""
+    changed, nbytes = publication.changed, publication.patch_bytes
+    bits = 8 * nbytes / changed if changed and nbytes else None
+    return {**asdict(publication), "bits_per_changed_element": bits}
+
+
+def _publication_text(publication: gw.Publication) -> str:
+    parts = []
+    if publication.patch_bytes:
+        share = percent(publication.changed / publication.elements)
+        parts.append(f"patch {bytes_text(publication.patch_bytes)}, {share} of the elements changed")
+    if publication.anchor_bytes:
+        parts.append(f"anchor {bytes_text(publication.anchor_bytes)}")
+    spent = seconds_text(publication.encode_s), seconds_text(publication.write_s)
+    return f"step {publication.step}: {'; '.join(parts)}; encoded in {spent[0]}, written in {spent[1]}"
+
+
+def subscribe(source: str, to: Path, *, watch: bool, every_s: float, as_json: bool) -> None:
+    """Follow published weights, once or as they appear.
+
+    Raises:
+        PayloadError: nothing has been published, or a file was refused.
+    """
+    subscriber, rows, say = gw.WeightSubscriber(to, source), list[dict[str, Any]](), _Teller()
+
+    def turn() -> None:
+        before = subscriber.step
+        try:
+            step = subscriber.update()
+        finally:
+            for file in subscriber.applied:
+                rows.append(asdict(file))
+                spent = seconds_text(file.fetch_s), seconds_text(file.apply_s)
+                say(f"{file.name}: {bytes_text(file.nbytes)}, fetched in {spent[0]}, checked and written in {spent[1]}")
+        if step is None and not watch:
+            raise PayloadError(f"nothing has been published in {source} yet: run gradwire publish --to {source}")
+        if step is not None and step == before and not watch:
+            say(f"step {step} is the latest")
+
+    _repeat(turn, watch, every_s, say)
+    if subscriber.step is not None and not rows:
+        say(f"{to} has step {subscriber.step}, the latest")
+    if as_json:
+        print_json(rows)
+
+
+def _repeat(turn: Any, watch: bool, every_s: float, say: Any) -> None:
+    """Call a function once, or until Ctrl-C, when it fails with one line and goes on."""
+    if not watch:
+        turn()
+        return
+    last = ""
+    try:
+        while True:
+            try:
+                turn()
+                last = ""
+            except (GradwireError, OSError) as error:
+                if str(error) != last:
+                    last = str(error)
+                    say(f"{error}; trying again")
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        pass
+
+
+class _Teller:
+    """Prints a line on standard error."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+    def __call__(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+
+def patch_rows(files: list[Path]) -> list[dict[str, Any]]:
+    """Describe files of anchors and patches.
+
+    Raises:
+        PayloadError: a file is not there, or is damaged.
+    """
+    rows = []
+    for file in files:
+        try:
+            data = np.fromfile(file, np.uint8)
+        except OSError as error:
+            raise PayloadError(f"{file} cannot be read: {error.strerror or error}") from error
+        try:
+            head = read_head(data)
+        except PayloadError as error:
+            raise PayloadError(f"{file}: {error}") from error
+        patch = head.kind != ANCHOR
+        rows.append(
+            {
+                "file": str(file),
+                "kind": "patch" if patch else "anchor",
+                "run": head.run.hex(),
+                "step": head.step,
+                "base_step": head.base_step if patch else None,
+                "file_bytes": head.nbytes,
+                "tensors": len(head.sums),
+                "changed": head.changed,
+                "bits_per_changed_element": 8 * head.nbytes / head.changed if head.changed else None,
+                "chunks": len(head.chunks),
+                "coded_chunks": sum(chunk.kind == CHANGES for chunk in head.chunks),
+                "layout": head.layout.hex(),
+                "base_state": head.base_state.hex() if patch else None,
+                "state": head.state.hex(),
+                "digest": head.digest.hex(),
+            }
+        )
+    return rows
+
+
+def show_patch(files: list[Path], *, as_json: bool) -> None:
+    """Print what files of anchors and patches say of themselves."""
+    rows = patch_rows(files)
+    if as_json:
+        print_json(rows)
+        return
+    table = table_of("file", "kind", "run", "step", "from", "size", "tensors", "changed", "bits/changed", "state")
+    for row in rows:
+        bits = row["bits_per_changed_element"]
+        table.add_row(
+            Path(row["file"]).name, row["kind"], row["run"][:8], str(row["step"]),
+            "-" if row["base_step"] is None else str(row["base_step"]), bytes_text(row["file_bytes"]),
+            str(row["tensors"]), str(row["changed"]), "-" if bits is None else f"{bits:.2f}", row["state"][:8],
+        )  # fmt: skip
+    print_table(table)

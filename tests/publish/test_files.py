@@ -1,0 +1,117 @@
+"""Safetensors files, to publish and to follow."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from weight_cases import copies, nudge, same, weights, zeros
+
+import gradwire as gw
+
+
+def test_files_are_published_and_followed(tmp_path: Path) -> None:
+    """From one checkpoint to the next, into a file that safetensors reads."""
+    trained, place, target = weights(), tmp_path / "published", tmp_path / "weights"
+    save_file(trained, tmp_path / "first.safetensors")
+    publisher = gw.WeightPublisher(tmp_path / "first.safetensors", place)
+    subscriber = gw.WeightSubscriber(target, place)
+    publisher.publish(0)
+    assert subscriber.update() == 0
+    assert same(load_file(target / "model.safetensors"), trained)
+    for step in (1, 2):
+        nudge(trained, step)
+        save_file(trained, tmp_path / f"{step}.safetensors")
+        publication = publisher.publish(step, tmp_path / f"{step}.safetensors")
+        assert publication.anchor_bytes == 0
+    assert subscriber.update() == 2
+    assert [file.step for file in subscriber.applied] == [1, 2]
+    assert same(load_file(target / "model.safetensors"), trained)
+    assert [path.name for path in target.iterdir()] == ["model.safetensors"]
+    # One that begins anew finds by its bytes which step it has.
+    again = gw.WeightSubscriber(str(target), place)
+    assert again.update() == 2
+    assert again.applied == ()
+
+
+def test_who_has_opened_the_old_file_keeps_it(tmp_path: Path) -> None:
+    trained = weights()
+    publisher = gw.WeightPublisher(trained, tmp_path / "published")
+    subscriber = gw.WeightSubscriber(tmp_path / "w.safetensors", tmp_path / "published")
+    publisher.publish(0)
+    subscriber.update()
+    before = copies(trained)
+    with (tmp_path / "w.safetensors").open("rb") as held:
+        nudge(trained, 0)
+        publisher.publish(1)
+        subscriber.update()
+        old = held.read()
+    (tmp_path / "old.safetensors").write_bytes(old)
+    assert same(load_file(tmp_path / "old.safetensors"), before)
+    assert same(load_file(tmp_path / "w.safetensors"), trained)
+
+
+def test_a_folder_of_shards_is_one_model(tmp_path: Path) -> None:
+    trained = weights()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    names = sorted(trained)
+    for number, part in enumerate((names[:2], names[2:]), 1):
+        save_file({name: trained[name] for name in part}, folder / f"model-{number:05d}-of-00002.safetensors")
+    index = {name: f"model-{1 + (name in names[2:]):05d}-of-00002.safetensors" for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    served = zeros(trained)
+    gw.WeightPublisher(folder, tmp_path / "published").publish(0)
+    gw.WeightSubscriber(served, tmp_path / "published").update()
+    assert same(trained, served)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(gw.IncompatibleError, match=r"is not complete: .* names model-00002"):
+        gw.WeightPublisher(folder, tmp_path / "published")
+
+
+def test_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file(weights(), path)
+    data = path.read_bytes()
+    for size in (0, 4, 50, len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(gw.IncompatibleError, match=r"complete|safetensors"):
+            gw.WeightPublisher(path, tmp_path / "published")
+    for header in (b"{", b"[]", b'{"w": 3}', b'{"w": {"dtype": "BF17", "shape": [], "data_offsets": [0, 0]}}'):
+        path.write_bytes(struct.pack("<Q", len(header)) + header)
+        with pytest.raises(gw.IncompatibleError, match="known types"):
+            gw.WeightPublisher(path, tmp_path / "published")
+    with pytest.raises(gw.IncompatibleError, match="neither a safetensors file nor a folder"):
+        gw.WeightPublisher(tmp_path / "nothing", tmp_path / "published")
+
+
+def test_a_refused_update_leaves_the_file(tmp_path: Path) -> None:
+    trained = weights()
+    publisher = gw.WeightPublisher(trained, tmp_path / "published")
+    subscriber = gw.WeightSubscriber(tmp_path / "w.safetensors", tmp_path / "published")
+    publisher.publish(0)
+    subscriber.update()
+    before = (tmp_path / "w.safetensors").read_bytes()
+    nudge(trained, 0)
+    publisher.publish(1)
+    (patch,) = (tmp_path / "published").glob("patch-*")
+    octets = bytearray(patch.read_bytes())
+    octets[-3] ^= 1
+    patch.write_bytes(octets)
+    with pytest.raises(gw.PayloadError, match="chunk 0 was damaged"):
+        subscriber.update()
+    assert (tmp_path / "w.safetensors").read_bytes() == before
+    with pytest.raises(gw.IncompatibleError, match="for tensors in memory"):
+        subscriber.update(into="staging")
+
+
+def test_another_model_in_the_place_replaces_the_file(tmp_path: Path) -> None:
+    subscriber = gw.WeightSubscriber(tmp_path / "w.safetensors", tmp_path / "published")
+    for trained in (weights(), {"other": torch.ones(7, dtype=torch.float16)}):
+        gw.WeightPublisher(trained, tmp_path / "published").publish(1)
+        assert subscriber.update() == 1
+        assert same(load_file(tmp_path / "w.safetensors"), trained)
