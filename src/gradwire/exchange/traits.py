@@ -45,7 +45,7 @@ class Traits:
         needs_link_cost: True if its codecs use the cost of a message on the network: :class:`gradwire.LinkCost`.
         gauges: Names of the numbers that it reports for every round on every rank, see :meth:`gradwire.Link.gauges`.
         tries: Specs of the methods that it tries in order to keep the fastest; empty for all other methods.
-        spared: Those of ``tries`` that are left out if an option of the link, or its optimizer, does not allow them, see
+        spared: Those of ``tries`` that a link leaves out if an option, or its optimizer, does not allow them; see
             :meth:`Method.unsuited`.
         quantises_blocks: True if it rounds the values of a block to levels of the block's own scale.
         shares_scales: True if all ranks use the same scales, on which they agree by an exchange of its own.
