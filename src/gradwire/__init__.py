@@ -7,6 +7,7 @@ from gradwire.errors import (
     GradwireError,
     HyperparameterError,
     IncompatibleError,
+    LeftOutError,
     PayloadError,
     RankMismatchError,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "HyperparameterError",
     "IncompatibleError",
     "Isolated",
+    "LeftOutError",
     "LinkCost",
     "Method",
     "PayloadError",
