@@ -18,7 +18,7 @@ from typing import Any
 import gradwire as gw
 from ranks import _context, _load
 
-WAIT_S = 90.0
+WAIT_S = 240.0
 
 
 def _worker_main(path: str, name: str, address: str, secret: str, own: str, args: Any, pipe: Connection) -> None:
@@ -73,6 +73,10 @@ class Worker:
             self.read(0.1)
             assert time.monotonic() < end_s, f"{self.name} hangs after step {max(self.steps, default=-1)}"
         return self.result
+
+    def tell(self, word: str) -> None:
+        """Send it a word."""
+        self._pipe.send(word)
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""

@@ -46,7 +46,7 @@ from benchmarks.lib.runs import earlier, write
 from gradwire.exchange.drivers.transports.gloo import GlooTransport
 
 KINDS = ("kill", "stop", "cut", "leave", "corrupt")
-METHODS = ("terngrad", "PowerSGD(rank=2)", "DiLoCo(every=8, inner=EDEN(bits=4))")
+METHODS = ("terngrad", "PowerSGD(matrix_rank=2)", "DiLoCo(every=8, inner=EDEN(bits=4))")
 WIDTH, BATCH = 64, 8
 HANG_S, WARM_S, REST_S = 60.0, 5.0, 10.0
 

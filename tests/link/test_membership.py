@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 STEPS = 14
 EVERY_STEP = (
     "terngrad",
-    "PowerSGD(rank=2)",
+    "PowerSGD(matrix_rank=2)",
     "acp_sgd",
     "ErrorFeedback(TopK(density=0.1))",
     "diana",
@@ -38,15 +38,16 @@ def die_in_exchange(at: int) -> None:
     """End this process by SIGKILL at its ``at``-th operation on a wire."""
     from gradwire.exchange.drivers.transports.gloo import GlooTransport
 
-    usual, done = GlooTransport.execute, [0]
+    done = [0]
+    for name in ("execute", "start"):
 
-    def execute(self: GlooTransport, *args: Any, **more: Any) -> Any:
-        done[0] += 1
-        if done[0] >= at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return usual(self, *args, **more)
+        def counted(self: GlooTransport, *args: Any, usual: Any = getattr(GlooTransport, name), **more: Any) -> Any:
+            done[0] += 1
+            if done[0] >= at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return usual(self, *args, **more)
 
-    GlooTransport.execute = execute  # type: ignore[method-assign]
+        setattr(GlooTransport, name, counted)
 
 
 def train(
@@ -56,7 +57,9 @@ def train(
     torch.manual_seed(sum(map(ord, name)))
     module = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.0 if spec == "diana" else 0.9)
-    membership = gw.join(address, secret=secret, name=name, least=least, silence_s=more.get("silence_s", 2.0))
+    # On a busy machine a process may give no sign of life for seconds, and report late.
+    times = {"silence_s": more.get("silence_s", 30.0), "grace_s": more.get("grace_s", 3.0)}
+    membership = gw.join(address, secret=secret, name=name, least=least, **times)
     sampler = gw.ElasticSampler(1000, membership, 4)
     drawn: list[list[int]] = []
     gradients, means = torch.zeros(785, dtype=torch.float64), torch.zeros(785, dtype=torch.float64)
@@ -64,8 +67,9 @@ def train(
         link = gw.Link(module.named_parameters(), spec, group=membership, optimizer=optimizer, min_numel=0)
         if "die_at" in more:
             die_in_exchange(more["die_at"])
+        until_told = more.get("until_told", False)
         local = bool(link.method.traits.local_steps)
-        while link.round < steps and not membership.left:
+        while not membership.left and (link.round < steps or (until_told and not pipe.poll())):
             batch = sampler.draw()
             assert batch is not None
             drawn.append(batch)
@@ -114,7 +118,7 @@ def same_bits(*workers: Worker) -> int:
 @pytest.mark.parametrize("spec", EVERY_STEP)
 def test_a_worker_killed_in_the_middle_of_a_step_is_left_behind(spec: str) -> None:
     with crew() as workers:
-        a, b, c = begin(workers, "abc", spec, b={"die_at": 25})
+        a, b, c = begin(workers, "abc", spec, b={"die_at": 15})
         assert (c.end()["members"], a.end()["members"], b.end()) == (2, 2, None)
         assert set(a.steps) == set(c.steps) == set(range(1, STEPS + 1))
         assert b.steps
@@ -125,14 +129,18 @@ def test_a_worker_killed_in_the_middle_of_a_step_is_left_behind(spec: str) -> No
 
 def test_a_stopped_worker_is_left_behind_and_comes_again() -> None:
     with crew() as workers:
-        a, b, c = begin(workers, "abc", "terngrad", 60, a={"pause_s": 0.1}, c={"silence_s": 1.0})
+        soon = {"silence_s": 4.0, "until_told": True}
+        a, b, c = begin(workers, "abc", "terngrad", 0, a=soon, b=soon, c=soon)
         b.reach(5)
         b.signal(signal.SIGSTOP)
         c.reach(max(b.steps) + 12)
         b.signal(signal.SIGCONT)
-        assert [w.end()["members"] for w in (a, b, c)] == [3, 3, 3]
-        assert b.result["left_out"] == 1
-        assert same_bits(a, b, c) >= 30
+        b.reach(max(c.steps) + 12)
+        for worker in (a, b, c):
+            worker.tell("end")
+        assert all(w.end() for w in (a, b, c))
+        assert b.result["left_out"] >= 1
+        assert same_bits(a, b, c) >= 12
 
 
 def test_a_worker_that_is_told_to_end_leaves_after_its_round_and_hands_over_what_it_has_not_sent() -> None:
@@ -154,9 +162,9 @@ def test_a_worker_that_is_told_to_end_leaves_after_its_round_and_hands_over_what
 
 def test_a_newcomer_begins_with_the_state_of_the_others() -> None:
     with crew() as workers:
-        a, b = begin(workers, "ab", "PowerSGD(rank=2)", 40, a={"pause_s": 0.05})
+        a, b = begin(workers, "ab", "PowerSGD(matrix_rank=2)", 40, a={"pause_s": 0.05})
         b.reach(5)
-        c = workers.start("c", train, "PowerSGD(rank=2)", 1, 40, {})
+        c = workers.start("c", train, "PowerSGD(matrix_rank=2)", 1, 40, {})
         assert [w.end()["members"] for w in (a, b, c)] == [3, 3, 3]
         assert min(c.steps) > 5
         assert same_bits(a, b, c) == 40

@@ -15,7 +15,7 @@ A, B = Member("a" * 16, "host-1:41"), Member("b" * 16, "host-2:41")
 RECORDS = (
     Epoch(3, (A, B), (B.id,), 7, 640, 32, "0" * 64),
     Report(3, A.id, 8, True, False, False, 640, (B.id,)),
-    Request(B, "f" * 64),
+    Request(B, "f" * 64, 7),
     Run("c" * 16),
 )
 

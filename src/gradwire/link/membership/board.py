@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -38,6 +39,9 @@ PATIENCE_S = 120.0
 
 MOST_ASKS = 256
 """Largest number of requests that are read at once: anybody can write some."""
+
+FRESH_S = 5.0
+"""Time for which a request counts after its beat has changed."""
 
 MOST_ATTEMPTS = 100
 
@@ -93,8 +97,8 @@ class Board:
         self._lock = threading.RLock()
         self._store: Any = None
         self._again: OrderedDict[str, str] = OrderedDict()
-        self._seen, self._asked = 0, (0, "")
-        self._waiting: dict[str, Request] = {}
+        self._seen, self._asked = 0, (0, "", 0)
+        self._waiting: dict[str, tuple[int, Request, float | None]] = {}
         self._run = ""
         self._do(lambda store: None)
 
@@ -193,20 +197,19 @@ class Board:
     # ------------------------------------------------------------------ requests
 
     def ask(self, request: Request) -> None:
-        """Write a request to be named, or write it again if it is no longer there."""
+        """Write a request to be named; call it again and again as long as it holds, since others look for its beat."""
 
         def write(store: Any) -> None:
-            number, id = self._asked
-            if id == request.member.id and store.check([ask_key(number)]):
-                return
-            number = store.add(ASKS, 1)
-            store.set(ask_key(number), self.seal.close(ask_key(number), request))
-            self._asked = number, request.member.id
+            number, id, beat = self._asked
+            if id != request.member.id or not store.check([ask_key(number)]):
+                number = store.add(ASKS, 1)
+            store.set(ask_key(number), self.seal.close(ask_key(number), replace(request, beat=beat + 1)))
+            self._asked = number, request.member.id, beat + 1
 
         self._do(write)
 
     def requests(self) -> list[Request]:
-        """Return the requests of workers that were not named yet, the earliest first."""
+        """Return the requests of workers that wait and were not named yet, the earliest first."""
         return self._do(self._requests)
 
     def _requests(self, store: Any) -> list[Request]:
@@ -216,12 +219,18 @@ class Board:
         for number in range(max(self._seen, count - MOST_ASKS) + 1, count + 1):
             request = self._read(store, ask_key(number), Request)
             if request is not None:
-                self._waiting[request.member.id] = request
+                self._waiting[request.member.id] = (number, request, None)
         self._seen = count
-        for id in list(self._waiting):
-            if store.check([named_key(id)]):
+        now_s = time.monotonic()
+        for id, (number, request, changed_s) in list(self._waiting.items()):
+            found = self._read(store, ask_key(number), Request)
+            if found is None or store.check([named_key(id)]):
                 del self._waiting[id]
-        return list(self._waiting.values())
+            elif found.beat != request.beat:
+                self._waiting[id] = (number, found, now_s)
+            elif changed_s is not None and now_s - changed_s > FRESH_S:
+                self._waiting[id] = (number, found, None)
+        return [request for _, request, changed_s in self._waiting.values() if changed_s is not None]
 
     def named(self, member: Member) -> Epoch | None:
         """Return the epoch that named a worker for the first time; None as long as none does."""

@@ -17,7 +17,7 @@ from gradwire.link.peers.watch import Watch
 TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective, PyTorch's own: members that are gone are noticed long before."""
 
-ABSENCES = 4.0
+ABSENCES = 2.0
 """A member that has not come yet, since it agrees with others or looks for the coordinator, has so much more time."""
 
 

@@ -18,7 +18,7 @@ from gradwire.link.membership.party import Party
 SECRET = "GRADWIRE_SECRET"
 """Variable with the secret."""
 
-GRACE_S, SILENCE_S = 1.0, 3.0
+GRACE_S, SILENCE_S = 1.0, 5.0
 
 
 class Membership(Party):

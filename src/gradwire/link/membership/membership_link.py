@@ -98,6 +98,7 @@ class MembershipLink(Link):
         self._starting: Callable[[], Iterable[tuple[Any, Mean]]] = tuple
         self._means: list[tuple[Any, torch.Tensor]] = []
         self._before = (0, 0, 0)
+        self._asked_s: tuple[float, tuple[Member, ...]] = (-LOOK_S, ())
         with self._lock:
             self._come_in()
         self._keeper = threading.Thread(
@@ -361,7 +362,7 @@ class MembershipLink(Link):
             if found is not None:
                 return found
             board.ask(Request(self._seat.me, self._terms))
-            time.sleep(2 * POLL_S)
+            time.sleep(5 * POLL_S)
         raise ExchangeError(
             f"no member took this worker ({self._seat.me.name}) in within {self._party.patience_s:.0f} s: the members "
             "are gone (start the coordinator again without its state, and all workers from a checkpoint), take long "
@@ -386,6 +387,8 @@ class MembershipLink(Link):
 
     def _requests(self) -> tuple[Member, ...]:
         """Return the workers that have asked and have the same terms; warn of others."""
+        if time.monotonic() - self._asked_s[0] < LOOK_S:
+            return self._asked_s[1]
         known = set(self._seat.epoch.ids()) if self._seat.epoch else set()
         found = []
         for request in self._party.board.requests():
@@ -397,7 +400,9 @@ class MembershipLink(Link):
                     f"{request.member.name} asked to come in, and has another version of gradwire, method, option or "
                     "parameter than this member: it was refused",
                 )
-        return tuple(member for member in found if member.id not in known)
+        # Asked in every round, the store would be part of its time.
+        self._asked_s = (time.monotonic(), tuple(member for member in found if member.id not in known))
+        return self._asked_s[1]
 
     # ------------------------------------------------------------------ rounds
 

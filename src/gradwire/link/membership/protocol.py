@@ -288,6 +288,9 @@ class Seat:
         if founders:
             first = Epoch(1, founders, tuple(member.id for member in founders[1:]))
             epoch = yield Propose(FIRST, first)
+        else:
+            # Another founder may have named this one.
+            epoch = yield Await(FIRST, for_ever=True)
         if epoch is None or self.me.id not in epoch.ids():
             epoch = yield Await(named_key(self.me.id), for_ever=True)
         if epoch is None:
@@ -417,10 +420,9 @@ class Seat:
             raise LeftOut
         self.epoch, self._changes, self._has_met = epoch, None, False
         self.adopted.append(epoch)
-        # The one that took them in may end before it tells them.
-        for id in epoch.new:
-            if id != self.me.id:
-                yield Put(named_key(id), epoch)
+        # The one that took them in may end before it tells them. Founders are named, too: their requests are answered.
+        for id in epoch.ids() if epoch.number == 1 else epoch.new:
+            yield Put(named_key(id), epoch)
         if self.holds and self.held > epoch.round:
             yield Undo(epoch.round)
             self.held = epoch.round

@@ -168,10 +168,12 @@ class Request:
     Attributes:
         member: The worker.
         terms: Digest of what all members have to have in common: version, method, options and parameters.
+        beat: Counts up as long as the worker waits, so that nobody waits for one that has ended.
     """
 
     member: Member
     terms: str = ""
+    beat: int = 0
 
     @staticmethod
     def read(table: Any) -> Request:
@@ -180,9 +182,9 @@ class Request:
         Raises:
             ValueError: it is not a request.
         """
-        member, terms = _fields(table, "member", "terms")
-        _check(_is_text(terms, DIGEST_CHARACTERS), "a request's terms")
-        return Request(Member.read(member), terms)
+        member, terms, beat = _fields(table, "member", "terms", "beat")
+        _check(_is_text(terms, DIGEST_CHARACTERS) and _is_whole(beat), "a request's terms")
+        return Request(Member.read(member), terms, beat)
 
 
 @dataclass(frozen=True)
