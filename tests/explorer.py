@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradwire.link.membership.protocol import (
+from gradwire.link.membership.protocol import Seat
+from gradwire.link.membership.records import Epoch, Member
+from gradwire.link.membership.steps import (
     FIRST,
     Ask,
     Await,
@@ -28,7 +30,6 @@ from gradwire.link.membership.protocol import (
     Propose,
     Put,
     Requests,
-    Seat,
     StateLost,
     Step,
     Undo,
@@ -36,7 +37,6 @@ from gradwire.link.membership.protocol import (
     Word,
     named_key,
 )
-from gradwire.link.membership.records import Epoch, Member
 
 CRASH, SUSPECT, LEAVE, SPURIOUS = "crash", "suspect", "leave", "spurious"
 """Faults: a member ends; the others lose it while it lives on (stopped, cut off); it is told to leave; what it receives

@@ -39,15 +39,18 @@ def die_in_exchange(at: int) -> None:
     from gradwire.exchange.drivers.transports.gloo import GlooTransport
 
     done = [0]
-    for name in ("execute", "start"):
 
-        def counted(self: GlooTransport, *args: Any, usual: Any = getattr(GlooTransport, name), **more: Any) -> Any:
+    def counting(usual: Any) -> Any:
+        def counted(*args: Any, **more: Any) -> Any:
             done[0] += 1
             if done[0] >= at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return usual(self, *args, **more)
+            return usual(*args, **more)
 
-        setattr(GlooTransport, name, counted)
+        return counted
+
+    for name in ("execute", "start"):
+        setattr(GlooTransport, name, counting(getattr(GlooTransport, name)))
 
 
 def train(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from explorer import CRASH, LEAVE, SPURIOUS, SUSPECT, Case, Wrong, explored, member
-from gradwire.link.membership import protocol
+from gradwire.link.membership import protocol, steps
 from gradwire.link.membership.protocol import changed_epoch, next_epoch
-from gradwire.link.membership.records import Epoch, Report
+from gradwire.link.membership.records import Epoch, EpochReport
 
 CASES = {
     "a step, a crash": Case("abc", rounds=1, faults=(CRASH,)),
@@ -37,10 +37,10 @@ def test_no_order_and_no_fault_divides_the_members_or_makes_them_wait(name: str)
 
 
 def test_the_explorer_finds_a_member_that_applies_a_round_before_the_votes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hasty(self: protocol.Seat) -> protocol.Steps[None]:
+    def hasty(self: protocol.Seat) -> steps.Steps[None]:
         wanted = self.rounds + 1
         while True:
-            if (yield protocol.Exchange(self.rounds)):
+            if (yield steps.Exchange(self.rounds)):
                 self.held = wanted
                 yield from self._count(wanted)
                 return
@@ -55,12 +55,12 @@ def test_the_explorer_finds_a_member_that_applies_a_round_before_the_votes(monke
 
 
 def test_the_explorer_finds_a_proposal_that_overwrites_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    def overwriting(self: protocol.Seat, report: Report) -> protocol.Steps[None]:
+    def overwriting(self: protocol.Seat, report: EpochReport) -> steps.Steps[None]:
         epoch = self.current
-        keys = tuple(protocol.report_key(epoch.number, id) for id in epoch.ids() if id != self.me.id)
-        found = yield protocol.Collect(keys)
+        keys = tuple(steps.report_key(epoch.number, id) for id in epoch.ids() if id != self.me.id)
+        found = yield steps.Collect(keys)
         proposed = next_epoch(epoch, {told.id: told for told in (report, *found)})
-        yield protocol.Put(protocol.epoch_key(proposed.number), proposed)
+        yield steps.Put(steps.epoch_key(proposed.number), proposed)
         yield from self._adopt(proposed)
 
     monkeypatch.setattr(protocol.Seat, "_agree", overwriting)
@@ -71,8 +71,8 @@ def test_the_explorer_finds_a_proposal_that_overwrites_another(monkeypatch: pyte
 A, B, C = (member(letter) for letter in "abc")
 
 
-def report(of: str, held: int, **more: bool | tuple[str, ...] | int) -> Report:
-    return Report(**({"number": 4, "id": of * 16, "held": held, "holds": True} | more))
+def report(of: str, held: int, **more: bool | tuple[str, ...] | int) -> EpochReport:
+    return EpochReport(**({"number": 4, "id": of * 16, "held": held, "holds": True} | more))
 
 
 def test_the_next_epoch_has_those_who_reported_and_begins_with_the_least_round() -> None:

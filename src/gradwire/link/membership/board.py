@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
-from gradwire.link.membership.protocol import named_key
-from gradwire.link.membership.records import Epoch, Member, R, Report, Request, Run, Seal
+from gradwire.link.membership.records import Epoch, EpochReport, Member, R, Request, RunRecord, Seal
+from gradwire.link.membership.steps import named_key
 
 PORT = 29400
 """Default port of the coordinator, that of torchrun's rendezvous."""
@@ -135,7 +135,7 @@ class Board:
             self.host, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
         )
         store.wait([RUN], timedelta(seconds=CONNECT_S))
-        run = Seal(self._secret).open(RUN, bytes(store.get(RUN)), Run)
+        run = Seal(self._secret).open(RUN, bytes(store.get(RUN)), RunRecord)
         if run is None:
             raise IncompatibleError(
                 f"the secret is not that of the run at {self.host}:{self.port}: take the one that `gradwire "
@@ -161,7 +161,7 @@ class Board:
 
     # ------------------------------------------------------------------ records
 
-    def put(self, key: str, record: Epoch | Report) -> None:
+    def put(self, key: str, record: Epoch | EpochReport) -> None:
         """Write a record."""
         value = self.seal.close(key, record)
         with self._lock:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError
 from gradwire.link.membership.board import RUN, address_of
-from gradwire.link.membership.protocol import FIRST, epoch_key
-from gradwire.link.membership.records import MOST_BYTES, Epoch, Run, Seal, new_id
+from gradwire.link.membership.records import MOST_BYTES, Epoch, RunRecord, Seal, new_id
+from gradwire.link.membership.steps import FIRST, epoch_key
 
 LOOK_S = 0.25
 """Time between two looks for a new epoch."""
@@ -60,7 +60,7 @@ class Coordinator:
         if kept is not None and secret is not None and secret != kept["secret"]:
             raise IncompatibleError(f"{self._path} is of a run with another secret: give that one, or another file")
         self.secret: str = kept["secret"] if kept else secret or secrets.token_urlsafe(24)
-        self._run = Run(kept["run"] if kept else new_id())
+        self._run = RunRecord(kept["run"] if kept else new_id())
         self._seal = Seal(self.secret, self._run.id)
         self._first: str | None = kept["first"] if kept else None
         self._latest: str | None = kept["latest"] if kept else None
@@ -132,7 +132,7 @@ class Coordinator:
             whole = isinstance(kept, dict) and kept.keys() == set(texts)
             if not whole or not all(isinstance(kept[t], str) or (kept[t] is None and t in texts[2:]) for t in texts):
                 raise ValueError("it has other fields")
-            Run.read({"id": kept["run"]})
+            RunRecord.read({"id": kept["run"]})
         except (OSError, ValueError, RecursionError) as error:
             raise IncompatibleError(f"{self._path} is not the state of a coordinator: {error}") from None
         return dict(kept)

@@ -6,8 +6,7 @@ import hashlib
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,41 +20,29 @@ from gradwire.errors import (
     PayloadError,
     RankMismatchError,
 )
-from gradwire.exchange.drivers import Lane, WireError
+from gradwire.exchange.drivers import WireError
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import LinkOptions, Options
-from gradwire.exchange.segments import flat_view
-from gradwire.link.global_parameters import CLOCK, GlobalParameters
-from gradwire.link.handshake import compared, digest
-from gradwire.link.link import Link
-from gradwire.link.link_runtime import LinkRuntime
-from gradwire.link.membership import protocol as p
+from gradwire.link.handshake import compared
+from gradwire.link.membership import steps as p
 from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.party import Party
-from gradwire.link.membership.records import Epoch, Member, Report, Request, text_of
-from gradwire.link.membership.transfer import receive_state, send_state
+from gradwire.link.membership.passing_link import PassingLink
+from gradwire.link.membership.records import Epoch, EpochReport, Member, Request, text_of
+from gradwire.link.membership.store_steps import LOOK_S, StoreSteps
 from gradwire.link.parameters import named_parameters
 from gradwire.link.round import Mean
 from gradwire.link.site import warm_up
-from gradwire.link.state import OWN_VALUES, of_other_ranks
+from gradwire.link.state import of_other_ranks
 from gradwire.methods.spec import method as read_method
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-LOOK_S = 0.25
-"""Time between two looks for members that are gone, and for an epoch that others have begun."""
-
-POLL_S = 0.02
-"""Time between two looks for a record that is waited for."""
-
-CLOSE_S = 30.0
-"""Time that lanes have to end after their connections were broken; a kernel may be running."""
-
 T = TypeVar("T")
 
 
-class MembershipLink(Link):
+class MembershipLink(StoreSteps, PassingLink):
     """A :class:`Link` over a membership; ``gradwire.Link(..., group=membership)`` makes one.
 
     It runs the protocol of :mod:`gradwire.link.membership.protocol`: a round is repeated by those who are left when
@@ -255,38 +242,6 @@ class MembershipLink(Link):
         finally:
             self._lock.release()
 
-    def _abort(self) -> None:
-        """Break all connections, from any thread."""
-        for lane in self._lanes():
-            lane.abort()
-        group = self._epoch_group
-        if group is not None:
-            group.abort()
-
-    def _lanes(self) -> Sequence[Lane]:
-        """Return the lanes; empty before there are some."""
-        runtime: LinkRuntime | None = self.__dict__.get("_runtime")
-        return () if runtime is None else runtime.lanes
-
-    def _hang_up(self, how: str) -> None:
-        """End all connections of this epoch, and everything that uses them."""
-        if self._broken_s is None:
-            self._broken_s = time.monotonic()
-        group, self._epoch_group = self._epoch_group, None
-        if self._lanes():
-            self._end_lanes()
-        if group is not None:
-            group.leave(how)
-
-    def _end_lanes(self) -> None:
-        self._runtime.failures.circle.close()
-        for lane in self._lanes():
-            lane.abort()
-        for lane in self._lanes():
-            if not lane.close(CLOSE_S):
-                raise ExchangeError(f"{lane.name} did not end within {CLOSE_S:.0f} s after its connections were broken")
-        self._round = self._step = None
-
     # ------------------------------------------------------------------ the protocol's steps
 
     def _run(self, steps: p.Steps[None]) -> None:
@@ -331,78 +286,6 @@ class MembershipLink(Link):
         elif isinstance(step, p.Hand):
             self._hand(step, seat.current)
         return None
-
-    def _collect(self, keys: Sequence[str]) -> tuple[Report, ...]:
-        board, end_s = self._party.board, time.monotonic() + self._party.grace_s
-        following = p.epoch_key(self._seat.current.number + 1)
-        found: dict[str, Report] = {}
-        while len(found) < len(keys) and board.get(following, Epoch) is None:
-            for key in keys:
-                report = None if key in found else board.get(key, Report)
-                if report is not None:
-                    found[key] = report
-            if time.monotonic() > end_s:
-                break
-            time.sleep(POLL_S)
-        return tuple(found.values())
-
-    def _awaited(self, key: str) -> Epoch | None:
-        group = self._epoch_group
-        while True:
-            gone = group is None or group.gone()
-            found = self._party.board.get(key, Epoch)
-            if found is not None or gone:
-                return found
-            time.sleep(POLL_S)
-
-    def _named(self, key: str) -> Epoch:
-        board, end_s = self._party.board, time.monotonic() + self._party.patience_s
-        while time.monotonic() < end_s:
-            found = board.get(key, Epoch)
-            if found is not None:
-                return found
-            board.ask(Request(self._seat.me, self._terms))
-            time.sleep(5 * POLL_S)
-        raise ExchangeError(
-            f"no member took this worker ({self._seat.me.name}) in within {self._party.patience_s:.0f} s: the members "
-            "are gone (start the coordinator again without its state, and all workers from a checkpoint), take long "
-            "for a round (join with a larger patience_s), or refused it since it has another version, method, "
-            "option or parameter (their logs say so)"
-        )
-
-    def _founders(self) -> tuple[Member, ...]:
-        board, end_s = self._party.board, time.monotonic() + self._party.patience_s
-        while board.get(p.FIRST, Epoch) is None:
-            asked = self._requests()
-            if len(asked) >= self._party.least:
-                return asked
-            if time.monotonic() > end_s:
-                raise ExchangeError(
-                    f"{len(asked)} workers came within {self._party.patience_s:.0f} s, and {self._party.least} are "
-                    "needed to begin: start the others, or join with least=1"
-                )
-            board.ask(Request(self._seat.me, self._terms))
-            time.sleep(2 * POLL_S)
-        return ()
-
-    def _requests(self) -> tuple[Member, ...]:
-        """Return the workers that have asked and have the same terms; warn of others."""
-        if time.monotonic() - self._asked_s[0] < LOOK_S:
-            return self._asked_s[1]
-        known = set(self._seat.epoch.ids()) if self._seat.epoch else set()
-        found = []
-        for request in self._party.board.requests():
-            if request.terms == self._terms:
-                found.append(request.member)
-            else:
-                self._warnings.here(
-                    f"refused {request.member.id}",
-                    f"{request.member.name} asked to come in, and has another version of gradwire, method, option or "
-                    "parameter than this member: it was refused",
-                )
-        # Asked in every round, the store would be part of its time.
-        self._asked_s = (time.monotonic(), tuple(member for member in found if member.id not in known))
-        return self._asked_s[1]
 
     # ------------------------------------------------------------------ rounds
 
@@ -453,32 +336,7 @@ class MembershipLink(Link):
         report = self._seat.report()
         self._party.board.put(p.report_key(report.number, report.id), report)
 
-    def _hand(self, step: p.Hand, epoch: Epoch) -> None:
-        """Hand over what a member that leaves has not sent yet: to be added to what the heir has not sent."""
-        kind, group = self.method.traits.waiting, self._epoch_group
-        if group is None or kind not in self.method.traits.remembers:
-            return
-        places, key = epoch.ids(), self._key(epoch)
-        try:
-            if self._seat.me.id in step.leavers:
-                state = self._runtime.memory.state()["rank"]
-                kept = {name: x for name, x in state.items() if name.partition("/")[0] == kind}
-                send_state(group, places.index(step.heir), kept, key)
-            elif self._seat.me.id == step.heir:
-                for leaver in step.leavers:
-                    kept = receive_state(group, places.index(leaver), key)
-                    for key_of, vector in kept.items():
-                        memory_kind, _, name = key_of.partition("/")
-                        self._runtime.memory.add(memory_kind, name, vector)
-                    self._party.counts["residuals_handed"] += 1
-        except (RuntimeError, PayloadError):
-            self._party.counts["residuals_lost"] += 1
-
     # ------------------------------------------------------------------ epochs
-
-    def _group_of(self, epoch: Epoch) -> EpochGroup:
-        store = self._party.board.store(f"links/{epoch.number}")
-        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), store, self._party.silence_s)
 
     def _meet(self, epoch: Epoch) -> tuple[str, ...] | None:
         """Connect the members of an epoch; return None, or the ids of those that were not reached."""
@@ -511,85 +369,12 @@ class MembershipLink(Link):
         before, left = self._of, set()
         if before is not None:
             for id in set(before.ids()) - set(epoch.ids()):
-                told = self._party.board.get(p.report_key(before.number, id), Report)
+                told = self._party.board.get(p.report_key(before.number, id), EpochReport)
                 left |= {id} if told is not None and told.leaving else set()
         seconds = 0.0 if self._broken_s is None else time.monotonic() - self._broken_s
         self._party.note(before, epoch, left, seconds, self.method.traits.waiting in self.method.traits.remembers)
         self._of, self._broken_s = epoch, None
         return None
-
-    def _pass_state(self, group: EpochGroup, epoch: Epoch) -> Any:
-        """Send the state to new members, if this is the first member that has it; receive it, if this one is new."""
-        source = next(place for place, id in enumerate(epoch.ids()) if id not in epoch.new)
-        key = self._key(epoch)
-        if self._seat.me.id in epoch.new:
-            return receive_state(group, source, key)
-        if group.place == source and epoch.new:
-            state = self._state_for_others()
-            for id in epoch.new:
-                send_state(group, epoch.ids().index(id), state, key)
-        return None
-
-    def _key(self, epoch: Epoch) -> bytes:
-        secret = self._party.board.seal.secret.encode()
-        return hashlib.blake2b(f"gradwire state\0{epoch.digest()}".encode(), key=secret, digest_size=32).digest()
-
-    def _state_for_others(self) -> dict[str, Any]:
-        link = self.state_dict() if self._opened else None
-        parameters = named_parameters(self._asked[0])
-        return {
-            "parameters": {name: flat_view(x.detach()) for name, x in parameters.items()},
-            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
-            "carried": self._party.carried_state(),
-            "link": None if link is None else {part: link[part] for part in ("global", "replicated")},
-        }
-
-    @torch.no_grad()
-    def _take_values(self, state: Any) -> None:
-        """Take over parameters, the optimizer's state, and that of what is carried."""
-        own = {name: flat_view(x.detach()) for name, x in named_parameters(self._asked[0]).items()}
-        theirs = state["parameters"]
-        if {n: (x.shape, x.dtype) for n, x in own.items()} != {n: (x.shape, x.dtype) for n, x in theirs.items()}:
-            raise IncompatibleError("the parameters of the other members have other names, types or sizes")
-        for name, x in own.items():
-            x.copy_(theirs[name])
-        if (self.optimizer is None) != (state["optimizer"] is None):
-            raise IncompatibleError("pass the optimizer to the link on all members, or on none")
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        self._party.load_carried(state["carried"])
-
-    def _take_state(self, state: Any) -> None:
-        """Take over the round, and what is the same on all members."""
-        self.load_state_dict({**state, "rank": {}})
-        if self._local is not None and isinstance(self._local.parameters, GlobalParameters):
-            self._local.parameters.restore()
-
-    def _compares_values(self) -> bool:
-        return not self.method.traits.local_steps
-
-    def _compare_state(self) -> None:
-        """Compare what must be the same on all members beside the parameters.
-
-        Raises:
-            RankMismatchError: it is not.
-        """
-        if self.world_size == 1:
-            return
-        state = self.state_dict()
-        skipped = {*OWN_VALUES, *CLOCK} - {"round"}
-        found = 0
-        for part in ("global", "replicated"):
-            for key in sorted(state[part].keys() - skipped):
-                found = zlib.crc32(f"{key} {digest(state[part][key]):08x}".encode(), found)
-        rows = [int(row[0]) for row in self._channel.gather([float(found)])]
-        self._party.counts["digests_compared"] += 1
-        if len(set(rows)) > 1:
-            self._party.counts["digests_differed"] += 1
-            raise RankMismatchError(
-                f"epoch {self._seat.current.number}: members hold different states of {self.method!r}: load a "
-                "checkpoint on all of them"
-            )
 
 
 COUNTED = (

@@ -46,7 +46,7 @@ class Follower(Protocol):
 
 
 @dataclass(frozen=True)
-class Change:
+class MemberChange:
     """A change of the members.
 
     Attributes:
@@ -103,7 +103,7 @@ class Party:
         told = f"{socket.gethostname()}:{os.getpid()}" if name is None else name
         self.seat = Seat(Member(new_id(), "".join(c for c in told if c.isprintable())[:MOST_NAME]))
         self.carried: dict[str, Stateful] = {}
-        self.changes: deque[Change] = deque(maxlen=MOST_CHANGES)
+        self.changes: deque[MemberChange] = deque(maxlen=MOST_CHANGES)
         self.counts: Counter[str] = Counter()
         self.lock = threading.RLock()
         self._link: Callable[[], Follower | None] | None = None
@@ -166,7 +166,7 @@ class Party:
         if kept_residuals:
             self.counts["residuals_lost"] += len(lost)
         members = tuple(member.name for member in epoch.members)
-        self.changes.append(Change(epoch.number, epoch.round, members, lost, parted, joined, seconds))
+        self.changes.append(MemberChange(epoch.number, epoch.round, members, lost, parted, joined, seconds))
         named_by = {"lost": lost, "left": parted, "new": joined}
         told = [f"{what} {', '.join(some)}" for what, some in named_by.items() if some]
         logging.getLogger("gradwire").info(

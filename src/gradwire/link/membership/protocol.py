@@ -20,171 +20,40 @@ reports were found within a grace, and its first round is the least number of ro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from gradwire.link.membership.records import Epoch, Member, Report, new_id
+from gradwire.link.membership.records import Epoch, EpochReport, Member, new_id
+from gradwire.link.membership.steps import (
+    FIRST,
+    Ask,
+    Await,
+    Break,
+    Collect,
+    Count,
+    Exchange,
+    Founders,
+    Hand,
+    LeftOut,
+    Meet,
+    Propose,
+    Put,
+    Requests,
+    StateLost,
+    Steps,
+    Undo,
+    Vote,
+    Word,
+    epoch_key,
+    named_key,
+    report_key,
+)
 
 MOST_ADOPTED = 256
 """Number of epochs that a member remembers."""
 
-FIRST = "epoch/1"
-"""Key of the first epoch."""
 
-
-def epoch_key(number: int) -> str:
-    """Return the key of an epoch."""
-    return f"epoch/{number}"
-
-
-def report_key(number: int, id: str) -> str:
-    """Return the key of a member's report about the end of an epoch."""
-    return f"report/{number}/{id}"
-
-
-def named_key(id: str) -> str:
-    """Return the key of the epoch that names a worker for the first time."""
-    return f"named/{id}"
-
-
-# ---------------------------------------------------------------------- requests to whoever runs the protocol
-
-
-@dataclass(frozen=True)
-class Put:
-    """Write a record."""
-
-    key: str
-    record: Epoch | Report
-
-
-@dataclass(frozen=True)
-class Propose:
-    """Write an epoch unless there is one at the key; the reply is the one that is there then."""
-
-    key: str
-    epoch: Epoch
-
-
-@dataclass(frozen=True)
-class Collect:
-    """Wait for the reports at some keys, for a grace at most; the reply is a tuple of those that came."""
-
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Await:
-    """Wait for the epoch at a key; the reply is None if none came. With ``for_ever``, it does not end without one."""
-
-    key: str
-    for_ever: bool = False
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Write a request to be named."""
-
-    member: Member
-
-
-@dataclass(frozen=True)
-class Founders:
-    """Wait until there is a first epoch (the reply is empty) or enough workers have asked (the reply has them)."""
-
-
-@dataclass(frozen=True)
-class Requests:
-    """Reply with the workers that have asked to be named, by a tuple; for the first member of an epoch."""
-
-
-@dataclass(frozen=True)
-class Meet:
-    """Connect the members of an epoch, give the state to the new ones, and compare it.
-
-    The reply is None if all that has ended well, or else a tuple with the ids of the members that were not reached.
-    """
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Exchange a round; the reply is True if this member holds its outcome."""
-
-    round: int
-
-
-@dataclass(frozen=True)
-class Word:
-    """The vote of a member: it holds the round's outcome.
-
-    Attributes:
-        leaving: The member leaves after this round.
-        joins: Workers have asked to be named; said by the first member alone.
-        position: Samples that were handed out, as far as it knows.
-    """
-
-    leaving: bool = False
-    joins: bool = False
-    position: int = 0
-
-
-@dataclass(frozen=True)
-class Vote:
-    """Send a word to all members; the reply is a tuple with the word of each, by rank, or None if one is missing."""
-
-    round: int
-    word: Word
-
-
-@dataclass(frozen=True)
-class Count:
-    """The round counts: its outcome may be applied."""
-
-    round: int
-
-
-@dataclass(frozen=True)
-class Undo:
-    """The round does not count: return to the state before it."""
-
-    round: int
-
-
-@dataclass(frozen=True)
-class Break:
-    """Close all connections of this epoch, and end everything that uses them."""
-
-
-@dataclass(frozen=True)
-class Hand:
-    """Hand what the members that leave have not sent yet to another one; the reply does not matter."""
-
-    leavers: tuple[str, ...]
-    heir: str
-
-
-Step: TypeAlias = (
-    Put | Propose | Collect | Await | Ask | Founders | Requests | Meet | Exchange | Vote | Count | Undo | Break | Hand
-)
-T = TypeVar("T")
-Steps: TypeAlias = Generator[Step, Any, T]
-
-
-class LeftOut(Exception):
-    """The members go on without this one."""
-
-
-class StateLost(Exception):
-    """No member that has the state of the training is left."""
-
-
-# ---------------------------------------------------------------------- decisions
-
-
-def next_epoch(epoch: Epoch, reports: Mapping[str, Report]) -> Epoch:
+def next_epoch(epoch: Epoch, reports: Mapping[str, EpochReport]) -> Epoch:
     """Return the epoch after one that broke, with the members that have reported.
 
     If the epoch broke before all had met, of two members of which one could not reach the other only the earlier one
@@ -404,10 +273,10 @@ class Seat:
         yield Put(report_key(report.number, self.me.id), report)
         yield from self._agree(report)
 
-    def _agree(self, report: Report) -> Steps[None]:
+    def _agree(self, report: EpochReport) -> Steps[None]:
         epoch = self.current
         keys = tuple(report_key(epoch.number, id) for id in epoch.ids() if id != self.me.id)
-        found: tuple[Report, ...] = yield Collect(keys)
+        found: tuple[EpochReport, ...] = yield Collect(keys)
         proposed = next_epoch(epoch, {told.id: told for told in (report, *found)})
         yield from self._adopt((yield Propose(epoch_key(proposed.number), proposed)))
 
@@ -440,8 +309,8 @@ class Seat:
                 return
             yield from self._recover(missed)
 
-    def report(self, missed: tuple[str, ...] = ()) -> Report:
+    def report(self, missed: tuple[str, ...] = ()) -> EpochReport:
         """Return this member's report about the end of its epoch."""
-        return Report(
+        return EpochReport(
             self.current.number, self.me.id, self.held, self.holds, self.leaving, self._has_met, self.position, missed
         )

@@ -118,7 +118,7 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Report:
+class EpochReport:
     """The report of a member about the end of an epoch: that it is alive, and how far it came.
 
     After it has written its report a member does nothing more in that epoch.
@@ -144,7 +144,7 @@ class Report:
     missed: tuple[str, ...] = ()
 
     @staticmethod
-    def read(table: Any) -> Report:
+    def read(table: Any) -> EpochReport:
         """Read a table.
 
         Raises:
@@ -158,7 +158,7 @@ class Report:
         _check(all(isinstance(flag, bool) for flag in (holds, leaving, met)), "a report's flag")
         listed = isinstance(missed, list) and len(missed) <= MOST_MEMBERS
         _check(listed and all(isinstance(m, str) and _ID.fullmatch(m) for m in missed), "a report's missed members")
-        return Report(number, id, held, holds, leaving, met, position, tuple(missed))
+        return EpochReport(number, id, held, holds, leaving, met, position, tuple(missed))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """The run that a coordinator keeps.
 
     Attributes:
@@ -198,7 +198,7 @@ class Run:
     id: str
 
     @staticmethod
-    def read(table: Any) -> Run:
+    def read(table: Any) -> RunRecord:
         """Read a table.
 
         Raises:
@@ -206,11 +206,11 @@ class Run:
         """
         (id,) = _fields(table, "id")
         _check(isinstance(id, str) and _ID.fullmatch(id) is not None, "a run's id")
-        return Run(id)
+        return RunRecord(id)
 
 
-Record = Epoch | Report | Request | Run
-R = TypeVar("R", Epoch, Report, Request, Run)
+Record = Epoch | EpochReport | Request | RunRecord
+R = TypeVar("R", Epoch, EpochReport, Request, RunRecord)
 
 
 @dataclass(frozen=True)

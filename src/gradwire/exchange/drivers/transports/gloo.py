@@ -44,8 +44,8 @@ def _pass_by(turn: Turn) -> None:
 def break_off(backend: Any) -> None:
     """Close all connections of a Gloo backend, from any thread: operations that wait for a message raise.
 
-    Gloo has no call for that, but closes them when a message has not come within its timeout: such a one is awaited. From
-    a rank whose connection has ended it is refused at once, and the others' connections stay: each rank is asked.
+    Gloo has no call for that, but closes them when a message has not come within its timeout: such a one is awaited.
+    From a rank whose connection has ended it is refused at once, and other connections stay: each rank is asked.
     """
     nothing = torch.empty(1, dtype=torch.uint8)
     others = [] if backend is None else [r for r in range(backend.size()) if r != backend.rank()]
