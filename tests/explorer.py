@@ -367,3 +367,17 @@ def _put(values: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
 def explored(case: Case) -> Explored:
     """Explore a case."""
     return Explorer(case).explore()
+
+
+LARGE = {
+    "three, a step, one is stopped or cut off": Case("abc", rounds=1, faults=(SUSPECT,)),
+    "three, a step, what one receives is spoilt": Case("abc", rounds=1, faults=(SPURIOUS,)),
+    "three, a leave": Case("abc", rounds=2, faults=(LEAVE,)),
+    "a join and a leave": Case("ab", "c", rounds=2, faults=(LEAVE,)),
+    "a join, one is stopped or cut off": Case("ab", "c", rounds=1, faults=(SUSPECT,)),
+    "three found a training": Case("", "abc", rounds=1, faults=(CRASH,), least=2),
+}
+
+if __name__ == "__main__":
+    for name, case in LARGE.items():
+        print(name, explored(case).states, flush=True)

@@ -48,7 +48,7 @@ from gradwire.exchange.drivers.transports.gloo import GlooTransport
 KINDS = ("kill", "stop", "cut", "leave", "corrupt")
 METHODS = ("terngrad", "PowerSGD(matrix_rank=2)", "DiLoCo(every=8, inner=EDEN(bits=4))")
 WIDTH, BATCH = 64, 8
-HANG_S, WARM_S, REST_S = 60.0, 5.0, 10.0
+HANG_S, START_S, WARM_S, REST_S = 60.0, 300.0, 5.0, 10.0
 
 
 def network() -> nn.Sequential:
@@ -140,6 +140,7 @@ class Trial:
         self._pipes: dict[Connection, str] = {}
         self._orders: dict[str, Connection] = {}
         self.started: dict[str, float] = {}
+        self.began_s = time.monotonic()
         self.counted: dict[int, tuple[float, int]] = {}
         self.digests: dict[int, set[int]] = {}
         self.compared = 0
@@ -173,8 +174,8 @@ class Trial:
         while (left_s := end_s - time.monotonic()) > 0:
             for pipe in wait(list(self._pipes), timeout=left_s):
                 self._take(pipe)  # type: ignore[arg-type]
-            latest_s = max((at for at, _ in self.counted.values()), default=min(self.started.values()))
-            if time.monotonic() - latest_s > HANG_S:
+            latest_s = max((at for at, _ in self.counted.values()), default=self.began_s)
+            if time.monotonic() - latest_s > (HANG_S if self.counted else START_S):
                 raise SystemExit(f"{self.spec}: no round counted for {HANG_S:.0f} s")
 
     def _take(self, pipe: Connection) -> None:
@@ -239,7 +240,7 @@ def tried(spec: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
     trial = Trial(spec, given.replicas, given.compute_s)
     faults: dict[str, int] = {}
     try:
-        while len(trial.started) > 0 and not trial.counted:
+        while trial.started or not trial.counted:
             trial.read(0.5)
         trial.read(WARM_S)
         began_s = time.monotonic()

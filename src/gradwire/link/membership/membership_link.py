@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 import weakref
@@ -364,7 +365,8 @@ class MembershipLink(StoreSteps, PassingLink):
                 self.depart()
                 raise
             return epoch.new
-        except (ExchangeError, PayloadError, RuntimeError, dist.DistError):
+        except (ExchangeError, PayloadError, RuntimeError, dist.DistError) as error:
+            logging.getLogger("gradwire").info("epoch %d: not all members met: %s", epoch.number, error)
             return group.missed()
         before, left = self._of, set()
         if before is not None:
