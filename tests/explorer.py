@@ -373,8 +373,7 @@ LARGE = {
     "three, a step, one is stopped or cut off": Case("abc", rounds=1, faults=(SUSPECT,)),
     "three, a step, what one receives is spoilt": Case("abc", rounds=1, faults=(SPURIOUS,)),
     "three, a leave": Case("abc", rounds=2, faults=(LEAVE,)),
-    "a join and a leave": Case("ab", "c", rounds=2, faults=(LEAVE,)),
-    "a join, one is stopped or cut off": Case("ab", "c", rounds=1, faults=(SUSPECT,)),
+    "two steps and a join, one is stopped or cut off": Case("ab", "c", rounds=2, faults=(SUSPECT,)),
     "three found a training": Case("", "abc", rounds=1, faults=(CRASH,), least=2),
 }
 

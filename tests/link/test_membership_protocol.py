@@ -17,6 +17,8 @@ CASES = {
     "a leave": Case("ab", rounds=2, faults=(LEAVE,)),
     "a leave, and a crash": Case("ab", rounds=1, faults=(LEAVE, CRASH), most=2),
     "a join": Case("ab", "c", rounds=2, faults=(CRASH,)),
+    "a join, one is stopped or cut off": Case("ab", "c", rounds=1, faults=(SUSPECT,)),
+    "a join and a leave": Case("ab", "c", rounds=2, faults=(LEAVE,)),
     "two found a training": Case("", "ab", rounds=1, faults=(CRASH,), least=2),
 }
 """These run in a quarter of a minute. ``python tests/explorer.py`` explores larger ones, for minutes each."""
