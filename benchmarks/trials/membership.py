@@ -78,6 +78,7 @@ def cut_off() -> None:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as held:
                     if held.family in (socket.AF_INET, socket.AF_INET6):
+                        held.getpeername()  # raises for sockets that listen
                         held.shutdown(socket.SHUT_RDWR)
 
 

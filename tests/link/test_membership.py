@@ -230,7 +230,7 @@ def test_a_restarted_coordinator_refuses_another_secret_and_a_spoilt_file(tmp_pa
         ("dpsgd", "parameters of their own"),
         ("auto", "tries several"),
         ("StreamingDiLoCo(every=4, fragments=2, delay=2)", "in flight"),
-        ("Hierarchical(inner=TernGrad(), node_size=2)", "groups of ranks"),
+        ("Hierarchical(TernGrad(), node_size=2)", "groups of ranks"),
     ],
 )
 def test_methods_that_cannot_follow_are_refused_before_anybody_waits(spec: str, reason: str) -> None:

@@ -171,8 +171,8 @@ class MembershipLink(StoreSteps, PassingLink):
             seat = self._seat
             if seat.epoch is not None and not seat.left:
                 seat.leaving = seat.left = True
-                if self._problem is None:
-                    self._put_report()
+                report = seat.report()
+                self._party.board.put(p.report_key(report.number, report.id), report)
             self._hang_up("left the training")
 
     def _refuse_after_the_end(self) -> None:
@@ -332,10 +332,6 @@ class MembershipLink(StoreSteps, PassingLink):
         runtime.round, runtime.rounds_here, runtime.skipped_rounds = self._before
         self._in_flight = self._held = False
         self._means = []
-
-    def _put_report(self) -> None:
-        report = self._seat.report()
-        self._party.board.put(p.report_key(report.number, report.id), report)
 
     # ------------------------------------------------------------------ epochs
 
