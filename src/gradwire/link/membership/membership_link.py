@@ -104,7 +104,7 @@ class MembershipLink(StoreSteps, PassingLink):
             "it tries several methods": bool(traits.tries),
             "a fallback is chosen over fixed ranks": self.options.fallback is not None,
             "an exchange is in flight while the training goes on": bool(getattr(self.method, "delay", 0)),
-            "its groups of ranks are fixed": bool(self.method.scopes(2)),
+            "its groups of ranks are fixed": _has_scopes(self.method),
         }
         for reason, holds in refused.items():
             if holds:
@@ -375,18 +375,17 @@ class MembershipLink(StoreSteps, PassingLink):
         return None
 
 
+def _has_scopes(method: Method) -> bool:
+    try:
+        return bool(method.scopes(64))
+    except GradwireError:
+        return True
+
+
 COUNTED = (
-    "epochs",
-    "broken_rounds",
-    "lost",
-    "left",
-    "joined",
-    "left_out",
-    "residuals_lost",
-    "residuals_handed",
-    "digests_compared",
-    "digests_differed",
-)
+    "epochs", "broken_rounds", "lost", "left", "joined", "left_out", "residuals_lost", "residuals_handed",
+    "digests_compared", "digests_differed",
+)  # fmt: skip
 """Counts in :meth:`MembershipLink.diagnostics`."""
 
 
