@@ -27,6 +27,16 @@ SIGKILL, SIGTERM, `os._exit` or an uncaught exception: between two exchanges, in
 end within {limit_s:g} s, by an exception that names the rank that ended and blames no other; `link.error` must do the same.
 Seconds are counted from the end of the killed process to the survivor's exception, and to the survivor's end."""
 
+MEMBERS = """## Workers that come and go
+
+`python benchmarks/trials/membership.py`: {replicas} replicas on one machine train a small network over a
+[membership](membership.md), first undisturbed, then with a fault each {every_s:g} s: SIGKILL, SIGSTOP for {stop_s:g} s, all
+connections of one replica cut, leaving by its own word, and one flipped bit in what it receives, in turn. What ends is started
+anew. {compute_s:g} s of computing are slept in each step, and the machine was shared with other work. Throughput is that of
+replicas times rounds that counted, as a share of the undisturbed one. A replica is in again when it has taken a round,
+counted from the start of its process, or from SIGCONT. Digests are those of the parameters after a round, of one replica
+beside another."""
+
 SPIKES = """## Spikes
 
 In `python benchmarks/trials/spikes.py`, one value of one of four simulated workers is 1e20, 1e30, 1e38 or infinite once.
@@ -69,7 +79,7 @@ a method can reach after tuning."""
 
 def page() -> str | None:
     """Return the page; None where nothing was measured."""
-    parts = [part for part in (_kills(), _links(), _outages(), _messages(), _spikes(), _images()) if part]
+    parts = [part for part in (_kills(), _members(), _links(), _outages(), _messages(), _spikes(), _images()) if part]
     return "\n".join([INTRODUCTION, *("\n".join([*part, ""]) for part in parts)]).rstrip() + "\n" if parts else None
 
 
@@ -125,6 +135,30 @@ def _kills() -> list[str]:
                  f"{told['ended_s']:.1f}", told["text"].replace("|", "/")) for row, told in lost)  # fmt: skip
         lines += ["", *_table(("kill", "moment", "manner", "victim", "survivor", "seconds", "what it said"), said)]
     return lines
+
+
+def _members() -> list[str]:
+    found = result("trials/trials_membership")
+    if found is None:
+        return []
+    table = [
+        (
+            f"`{row['method']}`",
+            f"{row['seconds'] / 60:.0f}",
+            row["faults"],
+            row["rounds"],
+            f"{100 * row['throughput_kept']:.1f}",
+            f"{100 * row['rounds_kept']:.1f}",
+            f"{row['longest_pause_s']:.1f}",
+            f"{row['rejoin_s_median']:.1f} / {row['rejoin_s_longest']:.1f}",
+            f"{row['rounds_with_differing_digests']} of {row['digests_compared']}",
+            row["hangs"],
+        )
+        for row in found["rows"]
+    ]
+    head = ("method", "minutes", "faults", "rounds", "throughput kept, %", "rounds kept, %", "longest pause, s",
+            "in again, median / longest, s", "digests that differ", "hangs")  # fmt: skip
+    return [MEMBERS.format(**found["rows"][0]), "", _where(found), "", *_table(head, table)]
 
 
 def _links() -> list[str]:

@@ -7,6 +7,7 @@ from gradwire.errors import (
     GradwireError,
     HyperparameterError,
     IncompatibleError,
+    LeftOutError,
     PayloadError,
     RankMismatchError,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "HyperparameterError",
     "IncompatibleError",
     "Isolated",
+    "LeftOutError",
     "LinkCost",
     "Method",
     "PayloadError",

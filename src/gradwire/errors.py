@@ -10,6 +10,7 @@ __all__ = [
     "GradwireError",
     "HyperparameterError",
     "IncompatibleError",
+    "LeftOutError",
     "PayloadError",
     "RankMismatchError",
 ]
@@ -59,3 +60,10 @@ class RankMismatchError(GradwireError):
 
 class ExchangeError(GradwireError):
     """An exchange failed on some rank; the message has the rank, the bucket and the round."""
+
+
+class LeftOutError(ExchangeError):
+    """The members of a training went on without this worker, and have taken it in again with their state.
+
+    The gradient that it has belongs to parameters that it no longer has: compute it again.
+    """

@@ -31,7 +31,7 @@ def test_the_checker_of_schemas_can_fail() -> None:
         fits({}, rows)
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "run", "methods", "report"])
+@pytest.mark.parametrize("command", ["train", "compare", "run", "coordinate", "methods", "report"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     result = call(command, "--help")
     assert result.exit_code == 0

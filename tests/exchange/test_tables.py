@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import gradwire as gw
 from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.exchange.digests import digest_of
-from gradwire.exchange.drivers import tables
+from gradwire.exchange.drivers import TorchGroup, tables
 from gradwire.exchange.drivers.tables import all_gather_tables, broadcast_table, decode, encode, plain
 from gradwire.link.handshake import agreement
 from ranks import Ranks, fresh_ranks
@@ -237,7 +237,7 @@ def agree(kind: str) -> tuple[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     try:
-        with agreement(group) as mine:
+        with agreement(TorchGroup(group)) as mine:
             mine.fields = {"shape": (3, (4,)), "rate": 0.1, "none": None}
             mine.told, mine.open_links = {"a": {"b": group.rank() / 3}}, {group.rank()}
             if group.rank() == 1 and kind == "more":

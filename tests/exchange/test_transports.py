@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire.exchange.drivers import TorchGroup
 from gradwire.exchange.drivers.devices import HostDevice
-from gradwire.exchange.drivers.transports import GlooTransport, NCCLTransport, StagedTransport, Transport, group_timeout
+from gradwire.exchange.drivers.transports import GlooTransport, NCCLTransport, StagedTransport, Transport
 from gradwire.exchange.drivers.transports.base import Turn
 from gradwire.exchange.ops import Op, Reduce, SendRecv
 
@@ -92,11 +93,15 @@ def test_a_timeout_is_that_of_a_backend_that_the_group_has(
     asked = list[str]()
 
     class Group:
+        def rank(self) -> int:
+            return 0
+
         def _get_backend(self, device: torch.device) -> Any:
             asked.append(device.type)
             options = type("Options", (), {"_timeout": WAIT})
             return type("Backend", (), {"options": options})
 
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
-    assert group_timeout(Group()) == WAIT  # type: ignore[arg-type]
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
+    assert TorchGroup(Group()).timeout == WAIT  # type: ignore[arg-type]
     assert asked == [kind]

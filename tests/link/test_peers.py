@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.errors import ExchangeError, PayloadError
+from gradwire.exchange.drivers import Group
 from gradwire.link.peers import circle, connections, watch
 from gradwire.link.peers.addresses import Address, listening
 from gradwire.link.peers.blame import BECAUSE, CLOSED, ENDED, FAILED, Inbox, Notice, Standing, judge
@@ -320,17 +322,17 @@ def test_a_rank_listens_where_the_host_of_the_store_reaches_it() -> None:
         assert listener.getsockname() == ("127.0.0.1", at.port)
 
 
-class _Group:
-    """The part of a process group that a circle asks for."""
+class _Ranks(Group):
+    """The part of a group that a circle asks for."""
 
-    def __init__(self, place: int, size: int) -> None:
-        self._place, self._size = place, size
+    def __init__(self, place: int, ranks: Sequence[int]) -> None:
+        self.place, self.ranks, self.store = place, tuple(ranks), None
 
-    def rank(self) -> int:
-        return self._place
+    def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
+        raise NotImplementedError
 
-    def size(self) -> int:
-        return self._size
+    def broadcast(self, row: torch.Tensor, source: int) -> None:
+        raise NotImplementedError
 
 
 def circles(
@@ -338,10 +340,9 @@ def circles(
 ) -> list[Circle]:
     """Return the circle of some ranks, seen from each of them."""
     found = []
-    monkeypatch.setattr(circle.dist, "get_process_group_ranks", lambda group: ranks)
     for place, rank in enumerate(ranks):
-        monkeypatch.setattr(Watch, "current", lambda rank=rank: made[rank])
-        found.append(Circle(_Group(place, len(ranks)), beside))  # type: ignore[arg-type]
+        monkeypatch.setattr(Watch, "of", lambda group, rank=rank: made[rank])
+        found.append(Circle(_Ranks(place, ranks), beside))
         found[-1].token = "link"
     assert until(lambda: all(knows(made[a], b).heard_s for a in ranks for b in ranks if a != b))
     return found
@@ -444,9 +445,8 @@ def test_where_the_store_is_gone_its_host_is_named_and_nobody_who_cannot_be_foun
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
     with watches(3) as (_, made):
         made[2]._connections._store = _Gone()
-        monkeypatch.setattr(circle.dist, "get_process_group_ranks", lambda group: [*watched, 2])
-        monkeypatch.setattr(Watch, "current", lambda: made[2])
-        mine = Circle(_Group(len(watched), len(watched) + 1))  # type: ignore[arg-type]
+        monkeypatch.setattr(Watch, "of", lambda group: made[2])
+        mine = Circle(_Ranks(len(watched), [*watched, 2]))
         assert until(lambda: made[2].storeless)
         assert mine.explain().startswith(said)
 

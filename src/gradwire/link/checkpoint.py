@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError
 from gradwire.exchange.digests import DIGEST_BYTES, pack, unpack
@@ -217,7 +216,7 @@ def _tell(link: Link, problem: str | None, number: int, digest: bytes) -> list[t
     """
     with link.naming("gradwire.save or load") as wait:
         told = all_gather_tables([problem, number, digest], "save", link.group, _told, wait=wait)
-    for rank, (found, _, _) in zip(dist.get_process_group_ranks(link.group), told):
+    for rank, (found, _, _) in zip(link.group.ranks, told):
         if found is not None:
             raise IncompatibleError(f"rank {rank}: {found}")
     return [(theirs, found) for _, theirs, found in told]

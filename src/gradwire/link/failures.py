@@ -30,9 +30,13 @@ class WarnOnce:
     """
 
     def __init__(self, rank: int = 0, speaker: int = 0) -> None:
-        self.rank, self._speaks = rank, rank == speaker
+        self.take_place(rank, speaker)
         self._lock = threading.Lock()
         self._given: set[str] = set()
+
+    def take_place(self, rank: int, speaker: int) -> None:
+        """Set this rank, and the one that speaks for all."""
+        self.rank, self._speaks = rank, rank == speaker
 
     def once(self, kind: str, text: str) -> None:
         """Log a warning that concerns all ranks, on one of them, unless one of that kind was logged before."""
@@ -75,9 +79,13 @@ class Failures:
     """
 
     def __init__(self, circle: Circle, lanes: Sequence[Lane]) -> None:
+        self._lock = threading.Lock()
+        self.connect(circle, lanes)
+
+    def connect(self, circle: Circle, lanes: Sequence[Lane]) -> None:
+        """Begin anew without an error, over other connections."""
         self.error: GradwireError | None = None
         self.circle, self._lanes = circle, lanes
-        self._lock = threading.Lock()
 
     def record(self, error: Exception, where: str) -> GradwireError:
         """Turn an exception into the link's error, and report it to the other ranks."""

@@ -196,14 +196,15 @@ class OwnParameters:
     Args:
         method: The method that exchanges them.
         parameters: Parameters by name.
+        workers: Number of workers.
 
     Attributes:
         pieces: The units of exchange by name: the parameters.
         clock: Counts the optimizer's steps.
     """
 
-    def __init__(self, method: Method, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.method, self._parameters = method, dict(parameters)
+    def __init__(self, method: Method, parameters: Mapping[str, torch.Tensor], workers: int) -> None:
+        self.method, self._parameters, self.workers = method, dict(parameters), workers
         self.pieces = Pieces(self._parameters, 1, "sequential")
         self.clock = FragmentClock(method.traits.local_steps, 1, 0)
 
@@ -265,7 +266,7 @@ class OwnParameters:
 def parameters_of(method: Method, named: Mapping[str, torch.Tensor], workers: int) -> GlobalParameters | OwnParameters:
     """Return the parameters of one of some workers under a method with local steps."""
     if method.traits.outcomes_differ:
-        return OwnParameters(method, named)
+        return OwnParameters(method, named, workers)
     return GlobalParameters(cast(StepsLocally, method), named, workers)
 
 

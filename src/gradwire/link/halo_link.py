@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.drivers import Meter, Traffic
+from gradwire.exchange.drivers import Meter, TorchGroup, Traffic
 from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Gauges, Memory, Workspace
@@ -186,9 +186,9 @@ class HaloLink:
         group: dist.ProcessGroup | None = None,
         backend: str = "auto",
     ) -> None:
-        group = group if group is not None else default_group()
-        rank, world_size = group.rank(), group.size()
-        with agreement(group) as mine:
+        ranks = default_group() if group is None else TorchGroup(group)
+        rank, world_size = ranks.place, ranks.world_size
+        with agreement(ranks) as mine:
             self.method = halo_method(method)
             if (boundary.rank, boundary.workers) != (rank, world_size):
                 raise IncompatibleError(
@@ -205,7 +205,7 @@ class HaloLink:
                 "steps": steps,
                 "boundaries": hashlib.sha256(boundary.counts.numpy().tobytes()).hexdigest(),
             }
-        self._side = SideLane(group, mine.circle, "halo")
+        self._side = SideLane(ranks, mine.circle, "halo")
         self._evaluates = False
         self._side.lane.meter = self._worker.meter
         self.close: Callable[[], object] = self._side.close

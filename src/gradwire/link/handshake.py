@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError, RankMismatchError
+from gradwire.exchange.drivers import Group, TorchGroup
 from gradwire.exchange.drivers.tables import Plain, all_gather_tables, plain
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import Options
@@ -66,7 +67,7 @@ def compared(
 
 
 @contextmanager
-def agreement(group: dist.ProcessGroup, beside: Iterable[int] = ()) -> Iterator[Terms]:
+def agreement(group: Group, beside: Iterable[int] = ()) -> Iterator[Terms]:
     """Yield terms to fill in the ``with`` block, then compare them over the ranks of a group (collective call).
 
     A rank whose block raises still takes part, so that the others learn of it instead of waiting for it.
@@ -91,7 +92,7 @@ def agreement(group: dist.ProcessGroup, beside: Iterable[int] = ()) -> Iterator[
         fields = plain(terms.fields)
     except Exception as error:
         own = error
-    if group.size() == 1:
+    if group.world_size == 1:
         if own is not None:
             raise own
         terms.everyone = [terms.told]
@@ -177,7 +178,7 @@ def _sentence(first: int, rank: int, name: str, found: object, wanted: object) -
     )
 
 
-def default_group() -> dist.ProcessGroup:
+def default_group() -> Group:
     """Return the group of all ranks.
 
     Raises:
@@ -188,7 +189,7 @@ def default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     if group is None:
         raise IncompatibleError("this process is in no group")
-    return group
+    return TorchGroup(group)
 
 
 def digest(tensor: torch.Tensor) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError
-from gradwire.exchange.drivers import LANES, TransferOrder, profiled
+from gradwire.exchange.drivers import LANES, Group, TransferOrder, group_of, profiled
 from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.planning import LinkOptions, Options, exchanged, own_buckets, refuse_scatter
 from gradwire.exchange.protocols import REDUCE_SCATTER
@@ -22,32 +22,27 @@ from gradwire.link.detached import lost
 from gradwire.link.diagnostics import Diagnostics, Judge
 from gradwire.link.failures import WarnOnce, place
 from gradwire.link.found_optimizers import LearningRates, OptimizerSearch, check_scaler, check_unscaled
-from gradwire.link.handshake import ReplicaCheck, agreement, compared, default_group, value_terms
-from gradwire.link.link_runtime import LinkRuntime, close_threads
+from gradwire.link.handshake import ReplicaCheck, Terms, agreement, compared, default_group, value_terms
+from gradwire.link.link_runtime import LinkRuntime, close_link
+from gradwire.link.link_state import LinkState
 from gradwire.link.local_steps import LocalSteps, LocalStepsUser
 from gradwire.link.parameters import check_parameters, gradient, named_parameters
-from gradwire.link.reports import LinkReports
 from gradwire.link.round import Mean, Round
-from gradwire.link.selection.autotune import OWN_STATE, say_dropped
 from gradwire.link.selection.control_channel import ControlChannel
 from gradwire.link.selection.fallback import make_selection
 from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
 from gradwire.link.site import Site, lowest_free, numbers_in_use, register, share_a_number
-from gradwire.link.state import LINK_STATE, check_state, remembered
 from gradwire.methods.auto import delivering
 from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber
-from gradwire.version import __version__
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
+
+T = TypeVar("T")
 
 
-RECORDED = ("min_numel", "warmup_steps", "seed", "chunk_numel", "check", "check_every", "fallback_limit")
-"""Options that a link's record holds."""
-
-
-class Link(LinkReports, LocalStepsUser):
+class Link(LinkState, LocalStepsUser):
     """Exchanges the gradients of some parameters over a process group by a method.
 
     :func:`gradwire.attach` is for DDP modules. For a loop without DDP::
@@ -66,7 +61,7 @@ class Link(LinkReports, LocalStepsUser):
     Args:
         parameters: (name, parameter) pairs, or parameters (then named "0", "1", ...).
         method: A method or its spec.
-        group: Process group; the default group if None.
+        group: Process group, or what :func:`gradwire.join` returned; the default group if None.
         lanes: Number of lanes: threads with connections of their own that exchange buckets in parallel. Results do not
             depend on it. Over NCCL there is one, which enqueues and does not wait.
         grad_scaler: The scaler of automatic mixed precision. Methods with state, or whose outcome is a direction,
@@ -99,13 +94,18 @@ class Link(LinkReports, LocalStepsUser):
     """
 
     part: str = ""
+    _unit_by_unit = False
+
+    def __new__(cls, parameters: Any = None, method: Any = None, *, group: Any = None, **_: Any) -> Self:
+        # Ranks that come and go bring the kind of link that follows them.
+        return cast("Self", object.__new__(getattr(group, "link_type", cls)))
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
         method: str | Method,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Group | None = None,
         lanes: int | None = None,
         grad_scaler: Any = None,
         optimizer: Any = None,
@@ -113,81 +113,120 @@ class Link(LinkReports, LocalStepsUser):
         unit_by_unit: bool = False,
         **options: Unpack[LinkOptions],
     ) -> None:
-        self.group = group if group is not None else default_group()
-        self.rank, self.world_size = self.group.rank(), self.group.size()
-        self.grad_scaler, self.optimizer, self._unit_by_unit = grad_scaler, optimizer, unit_by_unit
-        count = LANES if lanes is None else lanes
+        self._unit_by_unit = unit_by_unit
+        self._ask(parameters, method, lanes, grad_scaler, optimizer, options)
+        self._open(default_group() if group is None else group_of(group), beside)
+        self._begin_once()
+
+    def _ask(
+        self, parameters: Iterable[Any], method: str | Method, lanes: int | None, grad_scaler: Any, optimizer: Any,
+        options: LinkOptions,
+    ) -> None:  # fmt: skip
+        """Keep what the user asked for, unchecked: ranks tell one another what is wrong with it."""
+        self._asked = (list(parameters), method, LANES if lanes is None else lanes, options)
+        self.grad_scaler, self.optimizer = grad_scaler, optimizer
         self.number = LinkNumber()
-        ranks = {*dist.get_process_group_ranks(self.group), *beside}
-        warnings = WarnOnce(dist.get_rank(), min(ranks))
-        with agreement(self.group, beside) as mine:
-            self.method = read_method(method)
-            check_scaler(grad_scaler)
-            self.options = Options.of(options)
-            self._parameters = named_parameters(parameters)
-            check_parameters(self._parameters)
-            require(is_whole(count, 1), "lanes", f"at least 1 is needed, not {lanes!r}")
-            diagnostics = Diagnostics(scaled=bool(grad_scaler))
-            self._coders = CoderSelection()
-            self._cost = CostKeeper(self.method, self.options.link_cost)
-            self._exchanged, its_options = exchanged(self.method, self._parameters, self.options)
-            self._site = Site.of(self.method, self._parameters, self.options, self.group)
-            its_options = replace(its_options, backend=self._site.backend)
-            self._selection = make_selection(
-                self.method, its_options, self._exchanged, self.world_size,
-                diagnostics, self._coders, self.number, warnings, optimizer,
-            )  # fmt: skip
-            check_optimizer(self.method, optimizer, self._parameters)
-            self._rates = LearningRates(self.method, optimizer, self._parameters)
-            # Operations of all lanes are enqueued on one stream, and their order must be the same on all ranks.
-            count = count if self._site.transport != "nccl" else 1
-            terms = {"lanes": count, "learning rates": self._rates.read(), **self.method.terms(self.world_size)}
-            terms |= self._site.terms() | optimizer_terms(self.method, optimizer, self._parameters)
-            mine.fields = compared(self.method, self.options, self._parameters, terms)
-            if self.options.has_replicas(self.method):
-                mine.fields |= value_terms(self._parameters)
-            mine.told = self._coders.measure()
-            mine.open_links = numbers_in_use()
-        self.number.value = lowest_free(mine.open_links)
+        self._diagnostics, self._warnings = Diagnostics(scaled=bool(grad_scaler)), WarnOnce()
+        self.buffer_bytes: Callable[[], int] = lambda: 0
+
+    def _open(self, group: Group, beside: Iterable[int] = (), *, again: bool = False) -> None:
+        """Connect the ranks of a group (collective call).
+
+        Args:
+            group: The ranks.
+            beside: See the class.
+            again: True if the link was open over other ranks: what it has learnt stays.
+        """
+        self.group, self.rank, self.world_size = group, group.place, group.world_size
+        beside = list(beside)
+        self._warnings.take_place(group.rank, min([*group.ranks, *beside]))
+        kept = {**self._coders.state(), **self._cost.state()} if again else {}
+        with agreement(group, beside) as mine:
+            count = self._take_terms(mine)
+        if not again:
+            self.number.value = lowest_free(mine.open_links)
         self._coders.agree(mine.everyone)
         order, scopes = TransferOrder(), self.method.scopes(self.world_size)
-        own_lanes = mine.circle.connected(
+        lanes = mine.circle.connected(
             "the connections of a link",
             lambda store: [self._site.lane(i, store, order, scopes) for i in range(count)],
         )
-        scaler = None if self.method.traits.local_steps else grad_scaler  # differences of parameters have no scale
-        passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
-        device, staged = self._site.device, self._site.exchanges_copies
         selection = self._selection
-        self._runtime = LinkRuntime(
-            own_lanes, mine.circle, diagnostics,
-            grad_scaler=scaler, check=check, passes=passes, device=device, staged=staged, checks=self._site.checks,
-            warnings=warnings, judge=Judge(lambda: selection.planner.method, diagnostics, warnings),
-        )  # fmt: skip
-        self._channel = ControlChannel(own_lanes[0], self._runtime.failed_between_buckets, mine.circle.ranks)
+        judge = Judge(lambda: selection.planner.method, self._diagnostics, self._warnings)
+        if again:
+            self._runtime.connect(lanes, mine.circle, judge)
+        else:
+            scaler = None if self.method.traits.local_steps else self.grad_scaler  # differences have no scale
+            passes, check = 1 if self.options.collective == REDUCE_SCATTER else 2, self.options.check
+            self._runtime = LinkRuntime(
+                lanes, mine.circle, self._diagnostics,
+                grad_scaler=scaler, check=check, passes=passes, device=self._site.device,
+                staged=self._site.exchanges_copies, checks=self._site.checks, warnings=self._warnings, judge=judge,
+            )  # fmt: skip
+        self._channel = ControlChannel(lanes[0], self._runtime.failed_between_buckets, mine.circle.ranks)
         self._replicas = ReplicaCheck(self.options.check_every, mine.circle.ranks)
         self._step: StepBuffer | None = None
-        self.buffer_bytes: Callable[[], int] = lambda: 0
-        if self.method.traits.local_steps:
-            most = 4 * self.options.chunk_numel
-            self._local = LocalSteps(
-                self.method, self._parameters, most, self._begin, self._runtime, self._channel, grad_scaler
-            )
-        unbind = (self._local or self.method).bind(optimizer, self._parameters)
-        compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
-        self._compressed = compressed
-        caution_about(self.method, optimizer, compressed, warnings)
-        self._search = OptimizerSearch(
-            self.method, optimizer, self._parameters, compressed, self._runtime.failures, warnings
-        )
-        # Threads and connections end with the link, also if it is collected or the interpreter ends without close().
-        self.close = weakref.finalize(self, close_threads, own_lanes, mine.circle, [unbind, self._search.end])
-        register(self)
+        self._round = None
+        if self._local is not None:
+            self._local.connect(self._channel)
         if self.world_size > 1:
             self._cost.measure(self._channel)
-        else:
-            self._runtime.warnings.once("one rank", caution_alone(self.method))
+        self._coders.load(kept)
+        self._cost.load(kept)
         self._runtime.link_cost = self._cost.value
+
+    def _take_terms(self, mine: Terms) -> int:
+        """Fill in this rank's terms of an agreement; return the number of lanes."""
+        parameters, method, count, options = self._asked
+        self.method = read_method(method)
+        check_scaler(self.grad_scaler)
+        self.options = Options.of(options)
+        self._parameters = named_parameters(parameters)
+        check_parameters(self._parameters)
+        require(is_whole(count, 1), "lanes", f"at least 1 is needed, not {count!r}")
+        self._coders = CoderSelection()
+        self._cost = CostKeeper(self.method, self.options.link_cost)
+        self._exchanged, its_options = exchanged(self.method, self._parameters, self.options)
+        self._site = Site.of(self.method, self._parameters, self.options, self.group)
+        its_options = replace(its_options, backend=self._site.backend)
+        self._selection = make_selection(
+            self.method, its_options, self._exchanged, self.world_size,
+            self._diagnostics, self._coders, self.number, self._warnings, self.optimizer,
+        )  # fmt: skip
+        check_optimizer(self.method, self.optimizer, self._parameters)
+        self._rates = LearningRates(self.method, self.optimizer, self._parameters)
+        # Operations of all lanes are enqueued on one stream, and their order must be the same on all ranks.
+        count = count if self._site.transport != "nccl" else 1
+        terms = {"lanes": count, "learning rates": self._rates.read(), **self.method.terms(self.world_size)}
+        terms |= self._site.terms() | optimizer_terms(self.method, self.optimizer, self._parameters)
+        mine.fields = compared(self.method, self.options, self._parameters, terms)
+        if self.options.has_replicas(self.method) and self._compares_values():
+            mine.fields |= value_terms(self._parameters)
+        mine.told = self._coders.measure()
+        mine.open_links = numbers_in_use(but=self)
+        return count
+
+    def _compares_values(self) -> bool:
+        """Return whether all ranks must hold equal parameters when the link is opened."""
+        return True
+
+    def _begin_once(self) -> None:
+        """Count the optimizer's steps, and register the link; once in its life."""
+        if self.method.traits.local_steps:
+            most = 4 * self.options.chunk_numel
+            self._local = LocalSteps(self.method, self._parameters, most, self, self._channel, self.grad_scaler)
+        unbind = (self._local or self.method).bind(self.optimizer, self._parameters)
+        compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
+        self._compressed = compressed
+        caution_about(self.method, self.optimizer, compressed, self._warnings)
+        self._search = OptimizerSearch(
+            self.method, self.optimizer, self._parameters, compressed, self._runtime.failures, self._warnings
+        )
+        # Threads and connections end with the link, also if it is collected or the interpreter ends without close().
+        self.close = weakref.finalize(self, close_link, self._runtime, [unbind, self._search.end])
+        register(self)
+        if self.world_size == 1:
+            self._warnings.once("one rank", caution_alone(self.method))
 
     # ------------------------------------------------------------------ exchanging
 
@@ -216,9 +255,10 @@ class Link(LinkReports, LocalStepsUser):
                 if kept is not None:
                     return kept
                 names = self._local.parameters.pieces.of(names)
-            return self._begin(index, names, flat, last)
+            return self.begin(index, names, flat, last)
 
-    def _begin(self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean:
+    def begin(self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean:
+        """Start the exchange of one bucket, of gradients or of what local steps exchange; see :meth:`exchange`."""
         runtime = self._runtime
         if index == 0:
             self._settle()
@@ -293,106 +333,37 @@ class Link(LinkReports, LocalStepsUser):
         """
         refuse_scatter(self.options.collective, "reduce_()")
         buckets = own_buckets(self._parameters, 4 * self.options.chunk_numel)
-        started = []
-        for i, names in enumerate(buckets):
-            grads = [flat_view(gradient(self._parameters[n])) for n in names]
-            started.append((grads, self.exchange(i, names, torch.cat(grads), i == len(buckets) - 1)))
-        for grads, future in started:
-            try:
-                flat = future.wait()
-            except Exception:
-                self._runtime.failures.refuse()
-                raise
+
+        def start() -> Iterator[tuple[list[torch.Tensor], Mean]]:
+            for i, names in enumerate(buckets):
+                grads = [flat_view(gradient(self._parameters[n])) for n in names]
+                yield grads, self.exchange(i, names, torch.cat(grads), i == len(buckets) - 1)
+
+        for grads, flat in self.exchange_all(start):
             torch._foreach_copy_(grads, list(flat.split([g.numel() for g in grads])))
 
-    # ------------------------------------------------------------------ reports and state
+    def exchange_all(self, start: Callable[[], Iterable[tuple[T, Mean]]]) -> list[tuple[T, torch.Tensor]]:
+        """Exchange all buckets of a round, and return their means beside what they were started with.
 
-    def record(self) -> dict[str, Any]:
-        """Return the method and options in force as plain values, with the choice of ``"auto"``."""
-        planner = self._selection.planner
-        return {
-            "gradwire": __version__,
-            "torch": torch.__version__,
-            "method": repr(self.method),
-            "world_size": self.world_size,
-            "link_number": self.number.value,
-            "backend": planner.backend,
-            **self._site.record(),
-            "kernels": planner.chosen_kernels,
-            "lanes": len(self._runtime.lanes),
-            "collectives": dict(planner.chosen),
-            "dense_parameters": sorted(planner.dense),
-            "choice": self._selection.record(),
-            "coder": self._coders.record(planner),
-            "link_cost": self._cost.record(),
-            "fallback": self._selection.returned(),
-            "fallback_to": self.options.fallback,
-            **{k: getattr(self.options, k) for k in RECORDED},
-        }
+        Args:
+            start: Starts the exchange of each bucket.
+        """
+        return self.wait_for(list(start()))
 
-    def choose_again(self) -> None:
-        """Start a new trial of candidates with the next round if the method is ``"auto"``; call it on all ranks.
-
-        It also ends a fallback.
+    def wait_for(self, started: Iterable[tuple[T, Mean]]) -> list[tuple[T, torch.Tensor]]:
+        """Wait for the means of buckets that were started; return them beside what they were started with.
 
         Raises:
-            IncompatibleError: the link has one method.
+            ExchangeError: the link is broken.
         """
-        self._selection.again()
+        try:
+            return [(what, future.wait()) for what, future in started]
+        except Exception:
+            self._runtime.failures.refuse()
+            raise
 
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return this rank's state: a local call; tensors only, so that it loads with ``weights_only=True``.
-
-        ``global`` holds the round and values of the method. ``replicated`` holds its vectors that are the same on all
-        ranks, and ``rank`` those of this rank, both by "kind/parameter".
-        """
-        if self._local is not None:
-            self._local.waited()
-        self._settle()
-        self._runtime.device.join()
-        state = self._runtime.memory.state()
-        kept = {**self._coders.state(), **self._cost.state()}
-        state["global"].update(kept, round=torch.tensor(self._runtime.round))
-        state["global"][LINK_STATE] = torch.tensor(self.number.value)
-        for key, value in self._selection.state().items():
-            state["rank" if key in OWN_STATE else "global"][key] = value
-        if self._local is not None:
-            self._local.parameters.add_state(state, self._local.waited())
-        return state
-
-    def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Continue from a state of :meth:`state_dict`; state of another method is dropped, with a warning.
-
-        Raises:
-            IncompatibleError: it is not the whole state of a link, or its choice is not a candidate here.
-        """
-        self.check_state_dict(state)
-        self._settle()
-        self._replicas.forget()
-        self._coders.load(state["global"])
-        self._cost.load(state["global"])
-        self._runtime.link_cost = self._cost.value
-        warn = self._runtime.warnings.once
-        if self.options.fallback is None:
-            say_dropped(state["global"], warn)
-        self._selection.load({**state["global"], **state["rank"]})
-        self.number.value = int(state["global"][LINK_STATE])
-        # A skipped round may come again, with other gradients.
-        self._round, self._runtime.round = None, int(state["global"]["round"])
-        self._runtime.diagnostics.forget()
-        if self._local is not None:
-            state = self._local.load(state)
-        self._runtime.memory.load(remembered(state, self._exchanged, self.method, warn))
-
-    def check_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Check the types and ranges of all values of a state without loading any.
-
-        Raises:
-            IncompatibleError: it is not the whole state of a link, or a value is invalid.
-        """
-        check_state(state, self._exchanged, self.method, simulated=False)
-        if self._local is not None:
-            self._local.parameters.check(state)
+    def after_exchange(self) -> None:
+        """Called when local steps have applied an exchange."""
 
     # ------------------------------------------------------------------ pickling
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
-from gradwire.exchange.drivers import Device, HostDevice, Lane, Traffic, dense_bytes
+from gradwire.exchange.drivers import Device, HostDevice, Lane, Meter, Traffic, dense_bytes
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.protocols import Gauges, Memory, Workspace
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
@@ -67,19 +67,32 @@ class LinkRuntime:
         warnings: WarnOnce | None = None,
         judge: Judge | None = None,
     ) -> None:
-        self.lanes, self.check, self._passes = lanes, check, passes
+        self.check, self._passes = check, passes
         self.device, self.staged, self.checks = device or HostDevice(), staged, checks
         self._room = "cpu" if staged else self.device.name
-        self.rank, self.world_size, self.ranks = circle.place, circle.world_size, circle.ranks
         self.round = self.rounds_here = self.skipped_rounds = 0
         self.memory, self.gauges = Memory(self._room), Gauges()
         self.link_cost: LinkCost | None = None
         self.failures = Failures(circle, lanes)
         self.diagnostics, self.warnings = diagnostics, warnings or WarnOnce()
-        self.judge, self.grad_scaler = judge, grad_scaler
+        self.grad_scaler = grad_scaler
+        self.lanes: Sequence[Lane] = ()
+        self._past: list[Meter] = []
+        self.connect(lanes, circle, judge)
         self._lock = threading.Lock()
         self._elements = 0
         self._spaces: weakref.WeakKeyDictionary[BucketPlan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
+
+    def connect(self, lanes: Sequence[Lane], circle: Circle, judge: Judge | None) -> None:
+        """Go on over the lanes of other ranks; state and counts stay as they are."""
+        self._past += [lane.meter for lane in self.lanes]
+        self.lanes, self.judge = lanes, judge
+        self.rank, self.world_size, self.ranks = circle.place, circle.world_size, circle.ranks
+        self.failures.connect(circle, lanes)
+
+    def close(self) -> None:
+        """End the lanes, and tell the other ranks before they see that connections end."""
+        close_threads(self.lanes, self.failures.circle)
 
     def count(self, numel: int) -> None:
         """Count elements of a step, exchanged or not."""
@@ -108,7 +121,7 @@ class LinkRuntime:
 
     def traffic(self, buffer_bytes: int) -> Traffic:
         """Return the bytes that this rank sent and received so far."""
-        meters = [lane.meter for lane in self.lanes]
+        meters = self._meters()
         return Traffic(
             sent_bytes=sum(m.sent_bytes for m in meters),
             received_bytes=sum(m.received_bytes for m in meters),
@@ -120,18 +133,25 @@ class LinkRuntime:
             sent_within=dict(sum((m.sent_within for m in meters), Counter())),
         )
 
+    def _meters(self) -> list[Meter]:
+        return [*self._past, *(lane.meter for lane in self.lanes)]
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds that the lanes have spent in encoders, on the wire and in decoders."""
-        meters = [lane.meter for lane in self.lanes]
+        meters = self._meters()
         return {part: sum(getattr(m, part) for m in meters) for part in ("encode_s", "wire_s", "decode_s")}
 
 
-def close_threads(lanes: Sequence[Lane], circle: Circle, unbinders: Sequence[Callable[[], None] | None]) -> None:
+def close_link(runtime: LinkRuntime, unbinders: Sequence[Callable[[], None] | None]) -> None:
     """End the threads of a link, and remove its hooks."""
     for unbind in unbinders:
         if unbind is not None:
             unbind()
-    # Report it before the others see that connections end.
+    runtime.close()
+
+
+def close_threads(lanes: Sequence[Lane], circle: Circle) -> None:
+    """End lanes, and tell the other ranks before they see that connections end."""
     circle.close()
     for lane in lanes:
         lane.close()

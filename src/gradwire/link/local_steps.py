@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,26 @@ from gradwire.link.parameters import put, swapped
 from gradwire.link.round import Mean, as_it_is
 from gradwire.link.selection.control_channel import ControlChannel
 
-Exchange = Callable[[int, Sequence[str], torch.Tensor, bool], Mean]
+Started = list[tuple[Sequence[str], Mean]]
+"""For each bucket, the names of its pieces, and the future of their mean."""
+
+
+class Exchanger(Protocol):
+    """The exchange of buckets, without local steps."""
+
+    _runtime: LinkRuntime
+
+    def begin(self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean:
+        """Start the exchange of a bucket."""
+
+    def exchange_all(self, start: Callable[[], Started]) -> list[tuple[Sequence[str], torch.Tensor]]:
+        """Exchange all buckets of a round."""
+
+    def wait_for(self, started: Started) -> list[tuple[Sequence[str], torch.Tensor]]:
+        """Wait for buckets that were started."""
+
+    def after_exchange(self) -> None:
+        """Called when an exchange has been applied."""
 
 
 class LocalStepsUser:
@@ -90,8 +109,8 @@ class LocalSteps:
         method: A method with local steps.
         named: The worker's own parameters, by name.
         most: Largest number of elements of a bucket.
-        exchange: Starts the exchange of a bucket over the link, without keeping the link alive.
-        runtime, channel, grad_scaler: Those of the link.
+        link: The link, which is not kept alive.
+        channel, grad_scaler: Those of the link.
 
     Attributes:
         buffers: Floating-point buffers that are averaged at every exchange; under gossip, whenever parameters are.
@@ -102,18 +121,22 @@ class LocalSteps:
         method: Method,
         named: dict[str, torch.Tensor],
         most: int,
-        exchange: Exchange,
-        runtime: LinkRuntime,
+        link: Exchanger,
         channel: ControlChannel,
         grad_scaler: Any,
     ) -> None:
-        self.parameters = parameters_of(method, named, runtime.world_size)
+        self._link, self._runtime, self._channel = weakref.ref(link), link._runtime, channel
+        self.parameters = parameters_of(method, named, self._runtime.world_size)
         self._named, self._most, self._grad_scaler = named, most, grad_scaler
-        self._exchange, self._runtime, self._channel = weakref.WeakMethod(exchange), runtime, channel
         self.buffers: list[torch.Tensor] = []
         self._hooks: list[Callable[[], None]] = []
         self._synchronous = False
-        self._flying: list[tuple[Sequence[str], Mean]] | None = None
+        self._flying: Started | None = None
+
+    def connect(self, channel: ControlChannel) -> None:
+        """Go on over the connections of other ranks."""
+        self._channel = channel
+        self.parameters.workers = self._runtime.world_size
 
     def keep(self, flat: torch.Tensor, last: bool, warm_up: bool) -> Mean | None:
         """Return a future of a bucket of gradients as it is; None in warm-up rounds, in which it must be exchanged."""
@@ -134,9 +157,11 @@ class LocalSteps:
         if ends is not None:
             self._end(ends)
         names = [] if begins is None else self.parameters.pieces.fragments[begins]
-        self._runtime.count(sum(p.numel() for p in self._named.values()) - self._begin(names))
-        if begins is not None and not self.parameters.clock.delay:
-            self._end(begins)
+        numel = sum(p.numel() for p in self._named.values())
+        if begins is None or self.parameters.clock.delay:
+            self._runtime.count(numel - self._begin(names))
+        else:
+            self._runtime.count(numel - self._exchange_now(names, begins))
 
     def synchronise(self) -> None:
         """Exchange all changes now, or set all ranks' own parameters to their mean (collective call)."""
@@ -147,8 +172,8 @@ class LocalSteps:
         if self.parameters.clock.flying is not None:
             self._end(self.parameters.clock.flying)
         self.parameters.clock.reset()
-        self._begin(list(self.parameters.pieces))
-        self._end(self.parameters.clock.count - 1, replaced=not self.parameters.method.keeps_own)
+        replaced = not self.parameters.method.keeps_own
+        self._exchange_now(list(self.parameters.pieces), self.parameters.clock.count - 1, replaced=replaced)
 
     def global_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters are the global ones, or their mean over ranks (collective call)."""
@@ -159,21 +184,42 @@ class LocalSteps:
 
     def _begin(self, names: Sequence[str]) -> int:
         """Start the exchange of some pieces, and return their number of elements."""
-        exchange, pieces = self._exchange(), {name: self.parameters.pieces[name] for name in names}
-        if exchange is None or not pieces:
+        link = self._link()
+        if link is None or not names:
             self._runtime.failures.refuse()
             return 0
+        self._flying = self._started(link, names)
+        return self._numel(names)
+
+    def _exchange_now(self, names: Sequence[str], fragment: int, replaced: bool = False) -> int:
+        """Exchange some pieces, apply the outcome, and return their number of elements."""
+        link = self._link()
+        if link is None or not names:
+            self._runtime.failures.refuse()
+            return 0
+        self._apply(link.exchange_all(lambda: self._started(link, names)), fragment, replaced)
+        link.after_exchange()
+        return self._numel(names)
+
+    def _numel(self, names: Sequence[str]) -> int:
+        return sum(self.parameters.pieces[name].numel() for name in names)
+
+    def _started(self, link: Exchanger, names: Sequence[str]) -> Started:
+        """Start the exchange of each bucket of some pieces."""
         self._refuse()
-        buckets = own_buckets(pieces, self._most)
-        self._flying = [
-            (names, exchange(i, names, self.parameters.outgoing(names), i == len(buckets) - 1))
+        buckets = own_buckets({name: self.parameters.pieces[name] for name in names}, self._most)
+        return [
+            (names, link.begin(i, names, self.parameters.outgoing(names), i == len(buckets) - 1))
             for i, names in enumerate(buckets)
         ]
-        return sum(p.numel() for p in pieces.values())
 
-    def _end(self, fragment: int, replaced: bool = False) -> None:
-        """Wait for the exchange in flight and apply it; average buffers after the last fragment."""
+    def _end(self, fragment: int) -> None:
+        """Wait for the exchange in flight, and apply it."""
         means, self._flying = self.parameters.arrived() or self.waited(), None
+        self._apply(means, fragment)
+
+    def _apply(self, means: list[tuple[Sequence[str], torch.Tensor]], fragment: int, replaced: bool = False) -> None:
+        """Apply the means of an exchange; average buffers after the last fragment."""
         if not self.parameters.incoming(means, replaced=replaced):
             self._runtime.warnings.once(
                 "local steps",
@@ -186,11 +232,8 @@ class LocalSteps:
 
     def waited(self) -> list[tuple[Sequence[str], torch.Tensor]]:
         """Wait for the exchange in flight, if there is one, and return its means."""
-        try:
-            return [(names, future.wait()) for names, future in self._flying or ()]
-        except Exception:
-            self._runtime.failures.refuse()
-            raise
+        link = self._link()
+        return [] if link is None or self._flying is None else link.wait_for(self._flying)
 
     def replicated(self) -> Mapping[str, torch.Tensor]:
         """Return the parameters that are equal on all ranks when an exchange begins: the global ones."""

@@ -47,6 +47,7 @@ class Round:
 
     def __init__(self, runtime: LinkRuntime, learning_rates: Mapping[str, float] | None = None) -> None:
         self.runtime, self.number = runtime, runtime.round
+        runtime.memory.begin()
         self.measured, self.skipped = runtime.diagnostics.wanted(self.number), False
         self._learning_rates = learning_rates
         self._loss_scale: float | None = None

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError
-from gradwire.exchange.drivers import Lane, group_timeout
+from gradwire.exchange.drivers import Group, Lane
 from gradwire.exchange.ops import Exchange
 from gradwire.link.failures import Failures
 from gradwire.link.link_runtime import close_threads
@@ -24,7 +24,7 @@ class SideLane:
     The constructor is a collective call, and all ranks must run the same exchanges in the same order.
 
     Args:
-        group: Process group of the ranks.
+        group: The ranks.
         circle: The same ranks, with the token of an agreement.
         purpose: Word for messages, the thread's name, and the store's keys.
 
@@ -33,15 +33,15 @@ class SideLane:
         close: Ends the thread and the connections; also called when the object is garbage-collected.
     """
 
-    def __init__(self, group: dist.ProcessGroup, circle: Circle, purpose: str) -> None:
-        rank, world_size, self._purpose = group.rank(), group.size(), purpose
-        timeout = group_timeout(group)
+    def __init__(self, group: Group, circle: Circle, purpose: str) -> None:
+        rank, world_size, timeout = group.place, group.world_size, group.timeout
+        self._purpose = purpose
         (self.lane,) = circle.connected(
             f"the connections for {purpose}",
             lambda store: [Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}")],
         )
         self.failures = Failures(circle, [self.lane])
-        self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], circle, ())
+        self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], circle)
 
     def run(self, generator: Exchange[T], where: str) -> T:
         """Run an exchange to its end, and return its result.

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.drivers import (
     Device,
+    Group,
     Lane,
     LateChecks,
     TransferOrder,
     choose_transport,
     connector,
     device_of,
-    group_timeout,
     one_device,
 )
 from gradwire.exchange.method import Method
@@ -93,20 +93,18 @@ class Site:
         device: Device of the parameters.
         placement: Kernel backend that computes payloads, and its device.
         transport: "gloo", "nccl" or "staged".
-        group: Process group of the link.
+        group: The ranks of the link.
         checks: Takes the results of payload checks.
     """
 
     device: Device
     placement: Placement
     transport: str
-    group: dist.ProcessGroup
+    group: Group
     checks: Checks
 
     @classmethod
-    def of(
-        cls, method: Method, parameters: Mapping[str, torch.Tensor], options: Options, group: dist.ProcessGroup
-    ) -> Site:
+    def of(cls, method: Method, parameters: Mapping[str, torch.Tensor], options: Options, group: Group) -> Site:
         """Return the site for some options; choose the parts that they leave open.
 
         Raises:
@@ -134,9 +132,9 @@ class Site:
         """Make one of the link's lanes."""
         return Lane(
             dist.PrefixStore(f"lane/{number}", store),
-            self.group.rank(),
-            self.group.size(),
-            group_timeout(self.group),
+            self.group.place,
+            self.group.world_size,
+            self.group.timeout,
             f"gradwire lane {number}",
             order,
             scopes,

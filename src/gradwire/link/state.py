@@ -9,7 +9,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
-from gradwire.exchange.protocols.memory import OWN_VALUE, base_kind
+from gradwire.exchange.protocols.memory import OWN_VALUE, WORKERS, Memory, base_kind
 from gradwire.exchange.segments import Parameter
 from gradwire.link.global_parameters import CLOCK
 from gradwire.link.selection.autotune import OWN_STATE, STATE
@@ -81,6 +81,12 @@ def kept_names(parameters: Mapping[str, torch.Tensor], method: Method) -> dict[s
     """Return the parameters, or parts of parameters, by name, for which a method may keep state."""
     whole = (Parameter.of(name, p) for name, p in parameters.items())
     return {kept.name: kept for parameter in whole for kept in method.kept_as(parameter)}
+
+
+def of_other_ranks(memory: Memory) -> None:
+    """Let a method reset what depends on who its ranks are, as after loading a state of another world size."""
+    if memory.value(WORKERS) is not None:
+        memory.set_value(WORKERS, torch.tensor(0))
 
 
 def _check_number(name: str, value: object, most: int) -> None:

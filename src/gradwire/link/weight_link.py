@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.drivers import Traffic
+from gradwire.exchange.drivers import TorchGroup, Traffic
 from gradwire.exchange.method import Method, check_seed
 from gradwire.exchange.protocols import Context, Workspace
 from gradwire.exchange.protocols.differences import Known, gathered_differences
@@ -52,8 +52,9 @@ class WeightLink:
         backend: str,
         beside: Sequence[int] = (),
     ) -> None:
-        self.rank, self.world_size = group.rank(), group.size()
-        with agreement(group, beside) as mine:
+        ranks = TorchGroup(group)
+        self.rank, self.world_size = ranks.place, ranks.world_size
+        with agreement(ranks, beside) as mine:
             check_seed(seed)
             self.method = read_method(method)
             check_operator("compress_weights", self.method)
@@ -76,7 +77,7 @@ class WeightLink:
         self._buckets = {name: bucket for bucket, name in enumerate(numels)}
         self._gathers = dict.fromkeys(numels, 0)
         self._elements = 0
-        self._side = SideLane(group, mine.circle, "weights")
+        self._side = SideLane(ranks, mine.circle, "weights")
         self.close: Callable[[], object] = self._side.close
 
     def start_gather(self, name: str, own: torch.Tensor) -> Callable[[], torch.Tensor]:

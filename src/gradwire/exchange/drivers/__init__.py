@@ -3,15 +3,17 @@
 from gradwire.exchange.drivers.delays import count_delays, count_step_delays
 from gradwire.exchange.drivers.devices import Device, HostDevice, LateChecks, Verdict
 from gradwire.exchange.drivers.dry_run import LocalProfiler, Stage, dry_run, profile_locally
+from gradwire.exchange.drivers.groups import Group, TorchGroup, group_of
 from gradwire.exchange.drivers.lane import LANES, Future, Lane, TransferOrder, WireError
 from gradwire.exchange.drivers.simulation import simulate_ranks
 from gradwire.exchange.drivers.traffic import Meter, Span, Trace, Traffic, dense_bytes, profiled
-from gradwire.exchange.drivers.transports import choose_transport, connector, device_of, group_timeout, one_device
+from gradwire.exchange.drivers.transports import break_off, choose_transport, connector, device_of, one_device
 
 __all__ = [
     "LANES",
     "Device",
     "Future",
+    "Group",
     "HostDevice",
     "Lane",
     "LateChecks",
@@ -19,11 +21,13 @@ __all__ = [
     "Meter",
     "Span",
     "Stage",
+    "TorchGroup",
     "Trace",
     "Traffic",
     "TransferOrder",
     "Verdict",
     "WireError",
+    "break_off",
     "choose_transport",
     "connector",
     "count_delays",
@@ -31,7 +35,7 @@ __all__ = [
     "dense_bytes",
     "device_of",
     "dry_run",
-    "group_timeout",
+    "group_of",
     "one_device",
     "profile_locally",
     "profiled",

@@ -217,11 +217,21 @@ class Lane:
         """Close the connections once the lane is idle."""
         self.run(_nothing(), wait=self._hang_up)
 
-    def close(self) -> None:
-        """End the thread and the connections once the queue is empty."""
+    def abort(self) -> None:
+        """Break the connections now, from any thread: what waits for a message raises.
+
+        Raises:
+            TypeError: the transport cannot do that.
+        """
+        for transport in (self._transports or {}).values():
+            transport.abort()
+
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """End the thread and the connections once the queue is empty; return False if they have not after a time."""
         self._jobs.put(None)
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=CLOSE_S)
+            self._thread.join(timeout=timeout_s)
+        return not self._thread.is_alive()
 
     def _drive(self, generator: Exchange[T]) -> T:
         meter, clock = self.meter, time.perf_counter

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.exchange.digests import DIGEST_BYTES, digest_of
+from gradwire.exchange.drivers.groups import Group, group_of
 
 
 def announce(lengths: torch.Tensor) -> torch.Tensor:
@@ -136,7 +137,7 @@ def decode(message: bytes, subject: str, sender: int) -> Plain:
 def all_gather_tables(
     value: object,
     subject: str,
-    group: dist.ProcessGroup,
+    group: Group | dist.ProcessGroup,
     read: Callable[[Any], T],
     most_bytes: int = MOST_BYTES,
     wait: Callable[[dist.Work], object] = dist.Work.wait,
@@ -148,7 +149,7 @@ def all_gather_tables(
     Args:
         value: See :func:`plain`.
         subject: Name of the table, the same on all ranks.
-        group: Process group, over CPU or CUDA tensors.
+        group: The ranks, or a process group over CPU or CUDA tensors.
         read: Called with the table of one rank; its result is returned for that rank. It raises AttributeError,
             KeyError, TypeError or ValueError if the table has another form.
         most_bytes: Largest number of bytes of a message.
@@ -158,8 +159,9 @@ def all_gather_tables(
         IncompatibleError: the value is not a table, or longer than ``most_bytes``; raised before anything is sent.
         PayloadError: a rank sent an invalid message; the error names the rank by its number in the default group.
     """
-    device, ranks = table_device(group), dist.get_process_group_ranks(group)
-    own = _message(value, subject, dist.get_rank(), most_bytes)
+    group = group_of(group)
+    device, ranks = group.device, group.ranks
+    own = _message(value, subject, group.rank, most_bytes)
     told = [torch.empty(8, dtype=torch.uint8, device=device) for _ in ranks]
     _gather(told, announce(torch.tensor([len(own)]))[0].to(device), group, wait)
     lengths = [_length(row, rank, most_bytes) for row, rank in zip(told, ranks)]
@@ -170,10 +172,8 @@ def all_gather_tables(
     return [_read(row[:length], subject, rank, read) for row, length, rank in zip(rows, lengths, ranks)]
 
 
-def _gather(
-    rows: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup, wait: Callable[[dist.Work], object]
-) -> None:
-    work = dist.all_gather(rows, own, group=group, async_op=True)
+def _gather(rows: list[torch.Tensor], own: torch.Tensor, group: Group, wait: Callable[[dist.Work], object]) -> None:
+    work = group.all_gather(rows, own)
     if own.device.type == "cpu":
         wait(work)
     else:
@@ -183,7 +183,7 @@ def _gather(
 def broadcast_table(
     value: object,
     subject: str,
-    group: dist.ProcessGroup,
+    group: Group | dist.ProcessGroup,
     read: Callable[[Any], T],
     source: int = 0,
     most_bytes: int = MOST_BYTES,
@@ -194,21 +194,15 @@ def broadcast_table(
         value: The value; used on the source only.
         source: Rank of the source in the group.
     """
-    device, rank = table_device(group), dist.get_process_group_ranks(group)[source]
-    own = _message(value, subject, rank, most_bytes) if group.rank() == source else torch.empty(0, dtype=torch.uint8)
+    group = group_of(group)
+    device, rank = group.device, group.ranks[source]
+    own = _message(value, subject, rank, most_bytes) if group.place == source else torch.empty(0, dtype=torch.uint8)
     told = announce(torch.tensor([len(own)]))[0].to(device)
-    dist.broadcast(told, group=group, group_src=source)
+    group.broadcast(told, source)
     length = _length(told, rank, most_bytes)
-    row = own.to(device) if group.rank() == source else torch.empty(length, dtype=torch.uint8, device=device)
-    dist.broadcast(row, group=group, group_src=source)
+    row = own.to(device) if group.place == source else torch.empty(length, dtype=torch.uint8, device=device)
+    group.broadcast(row, source)
     return _read(row, subject, rank, read)
-
-
-def table_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of tensors with tables for a group: main memory if the group can send from it."""
-    if "cpu" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _message(value: object, subject: str, sender: int, most_bytes: int) -> torch.Tensor:

@@ -10,6 +10,9 @@ import torch
 
 from gradwire.exchange.segments import Segment
 
+WORKERS = "workers"
+"""Value with the number of ranks that vectors depend on, such as the mean of all ranks' shifts."""
+
 OWN_VALUE = "value"
 """Kind, in a saved state, of values that belong to one rank; the names of the values follow it."""
 
@@ -36,6 +39,7 @@ class _Bank:
         self.held = torch.zeros(numel, dtype=dtype, device=device)
         self.staged = torch.zeros(numel, dtype=dtype, device=device)
         self.changed = False
+        self.before: torch.Tensor | None = None
 
 
 class Memory:
@@ -44,10 +48,15 @@ class Memory:
     A vector follows its parameter if the layout of buckets changes. It is stored in a *bank*, with the layout of a
     bucket's flat vector, so that arithmetic with the gradient needs no copies. New values of a round are *staged*, that
     is, take effect with :meth:`commit`; :meth:`discard` drops them, for example after a non-finite gradient.
+
+    Attributes:
+        undoes: True if :meth:`undo` can return to the state at the last :meth:`begin`. It costs nothing, unless a
+            method commits twice in a round.
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        self._device = device
+        self._device, self.undoes = device, False
+        self._values_before: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._banks: dict[tuple[str, tuple[str, ...]], _Bank] = {}
         self._home: dict[tuple[str, str], tuple[_Bank, int, int]] = {}
@@ -72,6 +81,8 @@ class Memory:
         """Return the staged vector, of the same layout, to be filled completely."""
         bank = self._bank(kind, segments, replicated, dtype)
         bank.changed = True
+        if bank.before is bank.staged:
+            bank.staged = torch.zeros_like(bank.staged)
         return bank.staged
 
     def norm(self, kind: str, name: str | None = None) -> float | None:
@@ -112,10 +123,39 @@ class Memory:
         if own:
             self._own_values.add(name)
 
+    def begin(self) -> None:
+        """Make the committed state the one that :meth:`undo` returns to."""
+        self._values_before = dict(self._values)
+        for bank in self._banks.values():
+            bank.before = None
+
+    def undo(self) -> None:
+        """Drop what was staged and committed since :meth:`begin`; :attr:`undoes` must be set."""
+        self.discard()
+        self._values = dict(self._values_before)
+        for bank in self._banks.values():
+            if bank.before is not None:
+                bank.held, bank.staged, bank.before = bank.before, bank.held, None
+
+    def add(self, kind: str, name: str, vector: torch.Tensor) -> None:
+        """Add a vector to the committed one of a parameter, which counts as zeros if there is none."""
+        with self._lock:
+            held = self._held((kind, name))
+            if held is None:
+                self._loaded[kind, name] = vector.clone()
+            else:
+                held.add_(vector.reshape(held.shape))
+
+    def set_value(self, name: str, value: torch.Tensor) -> None:
+        """Replace a committed value."""
+        self._values[name] = value
+
     def commit(self) -> None:
         """Make staged vectors and values the committed ones."""
         for bank in self._banks.values():
             if bank.changed:
+                if self.undoes and bank.before is None:
+                    bank.before = bank.held
                 bank.held, bank.staged, bank.changed = bank.staged, bank.held, False
         self._values.update(self._staged_values)
         self._staged_values = {}

@@ -5,6 +5,9 @@ from gradwire.link.checkpoint import load, save
 from gradwire.link.checks import check_options
 from gradwire.link.halo_link import HaloLink
 from gradwire.link.link import Link
+from gradwire.link.membership.coordinator import Coordinator
+from gradwire.link.membership.membership import Membership, join
+from gradwire.link.membership.sampler import ElasticSampler
 from gradwire.link.selection.link_cost import probe
 from gradwire.link.simulate import SimulatedLink, Simulation, simulate
 from gradwire.link.simulated_halo_link import SimulatedHaloLink
@@ -13,8 +16,11 @@ from gradwire.link.site import warm_up
 from gradwire.link.weight_link import WeightLink
 
 __all__ = [
+    "Coordinator",
+    "ElasticSampler",
     "HaloLink",
     "Link",
+    "Membership",
     "SimulatedHaloLink",
     "SimulatedLink",
     "SimulatedLocalSteps",
@@ -23,6 +29,7 @@ __all__ = [
     "attach",
     "check_options",
     "compress_weights",
+    "join",
     "load",
     "probe",
     "save",

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError
-from gradwire.exchange.drivers import Lane
+from gradwire.exchange.drivers import Group
 from gradwire.link.peers.blame import BECAUSE, CLOSED, FAILED, Blame, Notice
-from gradwire.link.peers.watch import Watch, group_store, without_store
+from gradwire.link.peers.watch import Watch, without_store
 
 PATIENCE_S = 3.0
 """Time that a rank whose collective broke waits for the reason."""
@@ -41,13 +41,23 @@ SETTLE_S = 0.1
 """Time that a rank waits, once it has a reason, for other ranks that end at the same time."""
 
 
-class Circle:
-    """The ranks of a process group, which report failures and their end to each other, seen from one of them.
+class Closes(Protocol):
+    """Connections that can be closed."""
 
-    Messages have global ranks, since ranks within the group are unknown to the user who started the processes.
+    def close(self) -> object:
+        """End the connections."""
+
+
+C = TypeVar("C", bound=Closes)
+
+
+class Circle:
+    """The ranks of a group, which report failures and their end to each other, seen from one of them.
+
+    Messages have global ranks, since places within the group are unknown to the user who started the processes.
 
     Args:
-        group: Process group of the link.
+        group: The ranks of the link.
         beside: Global ranks outside the group whose end breaks the link, too.
 
     Attributes:
@@ -57,13 +67,13 @@ class Circle:
         token: Token of the link; empty before the agreement.
     """
 
-    def __init__(self, group: dist.ProcessGroup, beside: Iterable[int] = ()) -> None:
-        self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.place, self.world_size = group.rank(), group.size()
-        self.rank = self.ranks[self.place]
+    def __init__(self, group: Group, beside: Iterable[int] = ()) -> None:
+        self.ranks, self.place, self.world_size = group.ranks, group.place, group.world_size
+        self.rank = group.rank
         self.token = ""
+        self._store = group.store
         self._depends = {*self.ranks, *beside} - {self.rank}
-        self._watch = Watch.current() if self._depends else None
+        self._watch = Watch.of(group) if self._depends else None
         if self._watch is not None:
             self._watch.meet(self._depends)
 
@@ -113,7 +123,7 @@ class Circle:
                 work.wait()
                 return
 
-    def connected(self, purpose: str, make: Callable[[Any], list[Lane]]) -> list[Lane]:
+    def connected(self, purpose: str, make: Callable[[Any], list[C]]) -> list[C]:
         """Make connections between the ranks, without waiting for a rank that has ended (collective call).
 
         A wait in a store, or for a rank's answer, cannot be interrupted. So ``make`` runs in a thread of its own. If a
@@ -129,10 +139,10 @@ class Circle:
         with self.naming(purpose):
             prefix = f"gradwire/{self.token}"
             if self._watch is None:
-                return make(dist.PrefixStore(prefix, group_store()))
-            made: Future[list[Lane]] = Future()
+                return make(dist.PrefixStore(prefix, self._store))
+            made: Future[list[C]] = Future()
             making = threading.Thread(
-                target=_fulfil, args=(made, make, prefix), name="gradwire connections", daemon=True
+                target=_fulfil, args=(made, make, prefix, self._store), name="gradwire connections", daemon=True
             )
             making.start()
             while True:
@@ -238,17 +248,17 @@ def _never_came(ranks: list[int], here: int) -> str:
     )
 
 
-def _fulfil(made: Future[list[Lane]], make: Callable[[Any], list[Lane]], prefix: str) -> None:
+def _fulfil(made: Future[list[C]], make: Callable[[Any], list[C]], prefix: str, store: Any) -> None:
     try:
         # A wait blocks the store for all other threads. If its host has ended, the backend keeps retrying on the copy.
-        made.set_result(make(dist.PrefixStore(prefix, group_store().clone())))
+        made.set_result(make(dist.PrefixStore(prefix, store.clone())))
     except Exception as error:
         made.set_exception(error)
 
 
-def _close(made: Future[list[Lane]]) -> None:
-    for lane in made.result() if made.exception() is None else []:
-        lane.close()
+def _close(made: Future[list[C]]) -> None:
+    for connections in made.result() if made.exception() is None else []:
+        connections.close()
 
 
 def brief(error: Exception) -> str:

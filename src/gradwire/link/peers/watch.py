@@ -9,19 +9,16 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError
+from gradwire.exchange.drivers import Group, TorchGroup
 from gradwire.link.peers.blame import BECAUSE, ENDED, FAILED, Blame, Notice, Standing, judge
 from gradwire.link.peers.connections import Connections
-
-
-def group_store() -> Any:
-    """Return the store of the default group."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def store_host() -> int | None:
@@ -60,20 +57,27 @@ class Watch:
     """A process's view of the other ranks, shared by all its links.
 
     Args:
-        store: Store of the process group.
+        store: Store of the ranks.
         rank: This rank.
-        world_size: Number of ranks in the group.
+        world_size: Number of ranks.
+        hosted: True if a rank may hold the store, as in a process group.
 
     Attributes:
+        limit_s: Seconds without a sign of life after which a rank counts as ended; None: it never does.
+        absence_s: The same for a rank that has never connected.
         changed: Condition that is notified after each change.
         storeless: True if the store was gone before the addresses of all ranks were found in it.
     """
 
     _now: Watch | None = None
+    _others: ClassVar[weakref.WeakKeyDictionary[Group, Watch]] = weakref.WeakKeyDictionary()
     _making = threading.Lock()
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, hosted: bool = True) -> None:
         self.store, self.rank, self.pid = store, rank, os.getpid()
+        self.limit_s: float | None = None
+        self.absence_s = math.inf
+        self._hosted, self._began_s = hosted, time.monotonic()
         self.changed = threading.Condition()
         self._standings: dict[int, Standing] = {}
         self._warned: set[int] = set()
@@ -88,7 +92,7 @@ class Watch:
         Raises:
             ExchangeError: the store is gone.
         """
-        store = group_store()
+        store = dist.distributed_c10d._get_default_store()
         with cls._making:
             now = cls._now
             if now is None or now.store is not store or now.pid != os.getpid():
@@ -102,6 +106,17 @@ class Watch:
                 except (RuntimeError, dist.DistError) as error:
                     raise ExchangeError(f"rank {rank} could not meet the others: {without_store()}") from error
             return now
+
+    @classmethod
+    def of(cls, group: Group) -> Watch:
+        """Return this process's watch over the ranks of a group: a group that is no process group has its own."""
+        if isinstance(group, TorchGroup):
+            return cls.current()
+        with cls._making:
+            found = cls._others.get(group)
+            if found is None:
+                found = cls._others[group] = cls(group.store, group.rank, group.world_size, hosted=False)
+            return found
 
     def meet(self, ranks: Iterable[int]) -> None:
         """Start to watch ranks."""
@@ -172,6 +187,8 @@ class Watch:
                     continue
                 if paused_s > OWN_PAUSE_S:
                     standing.heard_s = now_s
+                elif self.limit_s is not None:
+                    continue
                 elif now_s - standing.heard_s >= SILENCE_S and rank not in self._warned:
                     self._warned.add(rank)
                     silent.append((rank, now_s - standing.heard_s))
@@ -184,6 +201,19 @@ class Watch:
                 silent_s,
             )
         return [rank for rank, _ in silent]
+
+    def give_up(self, now_s: float) -> None:
+        """Count ranks as ended that have given no sign of life for :attr:`limit_s`, or have not come."""
+        if self.limit_s is None:
+            return
+        with self.changed:
+            for standing in self._standings.values():
+                never = standing.heard_s is None
+                silent_s = now_s - (self._began_s if standing.heard_s is None else standing.heard_s)
+                if standing.ended_s is None and silent_s >= (self.absence_s if never else self.limit_s):
+                    said = "has not come" if never else "has given no sign of life"
+                    standing.ended_s, standing.unheard = now_s, f"{said} for {silent_s:.1f} s"
+                    self.changed.notify_all()
 
     # ------------------------------------------------------------------ called by the connections' thread
 
@@ -204,7 +234,7 @@ class Watch:
             self.changed.notify_all()
 
     def _alone(self) -> None:
-        host = store_host()
+        host = store_host() if self._hosted else None
         with self.changed:
             self.storeless = True
             standing = None if host is None else self._standings.get(host)
@@ -213,7 +243,9 @@ class Watch:
             self.changed.notify_all()
 
     def _tick(self) -> None:
-        self.look_around(time.monotonic())
+        now_s = time.monotonic()
+        self.look_around(now_s)
+        self.give_up(now_s)
 
 
 def _say_goodbye() -> None:

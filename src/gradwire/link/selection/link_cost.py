@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.exchange.drivers import Lane, group_timeout
+from gradwire.exchange.drivers import Lane, TorchGroup
 from gradwire.exchange.method import Method
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.planning import Planner
@@ -211,14 +211,15 @@ def probe(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise IncompatibleError("no process group: call torch.distributed.init_process_group first")
-    group = process_group if process_group is not None else dist.group.WORLD
-    if group is None or group.size() < 2:
+    whole = process_group if process_group is not None else dist.group.WORLD
+    if whole is None or whole.size() < 2:
         raise IncompatibleError("a group of one rank has no link to measure: start at least two ranks")
+    group = TorchGroup(whole)
     with agreement(group) as mine:
-        timeout = group_timeout(group)
+        timeout = group.timeout
     what = "the measurement of the link"
     (lane,) = mine.circle.connected(
-        what, lambda store: [Lane(store, group.rank(), group.size(), timeout, "gradwire probe")]
+        what, lambda store: [Lane(store, group.place, group.world_size, timeout, "gradwire probe")]
     )
     failures = Failures(mine.circle, [lane])
     try:

@@ -11,6 +11,7 @@ import torch
 from gradwire.exchange.method import Method, Properties, cast_of
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Float32, PlanSetting, SectionPlan
+from gradwire.exchange.protocols.memory import WORKERS
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.contraction import check_contraction
@@ -138,7 +139,7 @@ class _Estimates(WrappedPlan):
         self._dtype = dtype
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
-        context.memory.stage_value("workers", torch.tensor(context.world_size))
+        context.memory.stage_value(WORKERS, torch.tensor(context.world_size))
         self._keep(context, "shift", flat, self.all_runs, replicated=False)
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:

@@ -10,6 +10,7 @@ import torch
 from gradwire.exchange.method import Method, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
+from gradwire.exchange.protocols.memory import WORKERS
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
 from gradwire.methods.wrappers.wrapper import WrappedPlan, as_sent, pieces
@@ -95,12 +96,12 @@ class _Differences(WrappedPlan):
         self._kernels, self._rate, self._dtype = setting.kernels, rate, dtype
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
-        memory, workers = context.memory, context.memory.value("workers")
+        memory, workers = context.memory, context.memory.value(WORKERS)
         if workers is not None and int(workers) != context.world_size:
             # From a checkpoint: h is no longer the mean of the remaining h_i, and would never become it again.
             memory.forget("shift")
             memory.forget("mean_shift")
-        memory.stage_value("workers", torch.tensor(context.world_size))
+        memory.stage_value(WORKERS, torch.tensor(context.world_size))
         reference, _ = self._pair(context, "shift", replicated=False)
         for a, b in self.all_runs:
             self._kernels.subtract_shift(flat[a:b], reference[a:b], context.loss_scale)

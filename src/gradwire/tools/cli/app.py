@@ -195,6 +195,30 @@ def train(
 
 
 @app.command()
+def coordinate(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen; on all interfaces")] = ":29400",
+    secret_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The secret: read, or drawn and written if there is no file")
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Go on from this file after a restart; it holds the secret")
+    ] = None,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Keep the membership of a training whose workers come and go; it computes nothing and sees no gradient.
+
+    It prints the line by which workers join. Ctrl-C ends it; workers wait until it is started again.
+
+    Example: [cyan]gradwire coordinate --listen :29400 --state coordinator.json[/cyan]
+    """
+    with handled(debug):
+        from gradwire.tools.cli import coordinate_command
+
+        coordinate_command.coordinate(listen, secret_file, state, as_json=as_json)
+
+
+@app.command()
 @o.with_records
 def compare(
     *,

@@ -58,6 +58,14 @@ class Transport(ABC):
     def end_job(self) -> None:
         """Prepare for the next job of the name, now that this one's replies are no longer used."""
 
+    def abort(self) -> None:
+        """Break the connections from another thread, so that an operation that waits for a message raises.
+
+        Raises:
+            TypeError: these connections cannot be broken so.
+        """
+        raise TypeError(f"{type(self).__name__} cannot be broken from another thread")
+
     @abstractmethod
     def close(self, broken: bool) -> None:
         """End the connections; if they are ``broken``, without waiting for pending operations.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.deferred_checks import Checks
 from gradwire.exchange.drivers.devices import CudaDevice, Device, HostDevice
+from gradwire.exchange.drivers.groups import Group
 from gradwire.exchange.drivers.transports.base import Transport
 from gradwire.exchange.drivers.transports.gloo import GlooTransport
 from gradwire.exchange.drivers.transports.nccl import NCCLTransport
@@ -38,7 +39,7 @@ def one_device(devices: Mapping[str, torch.device]) -> torch.device:
     return device
 
 
-def choose_transport(asked: str, device: torch.device, on_device: bool, group: dist.ProcessGroup) -> str:
+def choose_transport(asked: str, device: torch.device, on_device: bool, group: Group) -> str:
     """Return "gloo", "nccl" or "staged".
 
     Args:
@@ -47,7 +48,7 @@ def choose_transport(asked: str, device: torch.device, on_device: bool, group: d
         device: Device of the parameters.
         on_device: True if payloads are made on the device; otherwise gradients are copied to main memory and exchanged
             there.
-        group: Process group of the link.
+        group: The ranks of the link.
 
     Raises:
         IncompatibleError: the transport asked for does not support these tensors.
@@ -77,11 +78,7 @@ def choose_transport(asked: str, device: torch.device, on_device: bool, group: d
                 "kernels, such as 'terngrad'"
             )
         return "nccl"
-    return "nccl" if asked == "auto" and on_device and _has_nccl(group) else "staged"
-
-
-def _has_nccl(group: dist.ProcessGroup) -> bool:
-    return dist.is_nccl_available() and "nccl" in dist.get_backend_config(group)
+    return "nccl" if asked == "auto" and on_device and group.has_nccl else "staged"
 
 
 def device_of(device: torch.device) -> Device:
@@ -108,10 +105,3 @@ def _staged(device: Device, store: Any, rank: int, world_size: int, timeout: tim
 def _over_nccl(device: Device, checks: Checks, store: Any, rank: int, world_size: int, timeout: timedelta) -> Transport:
     host = GlooTransport(dist.PrefixStore("host", store), rank, world_size, timeout)
     return NCCLTransport.of(dist.PrefixStore("nccl", store), rank, world_size, timeout, host, device, checks)
-
-
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group's collectives."""
-    device = torch.device("cpu" if "cpu" in dist.get_backend_config(group) else "cuda")
-    found: timedelta = group._get_backend(device).options._timeout
-    return found

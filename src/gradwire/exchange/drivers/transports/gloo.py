@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -14,8 +15,11 @@ import torch.distributed as dist
 from gradwire.exchange.drivers.tables import announce, announced
 from gradwire.exchange.drivers.traffic import LENGTH_BYTES, gathers, large
 from gradwire.exchange.drivers.transports.base import Transport, Turn, reduce_by_gather
-from gradwire.exchange.drivers.transports.receives import Receives, Slot
+from gradwire.exchange.drivers.transports.receives import MOST_TAGS, Receives, Slot
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
+
+NEVER_SENT = MOST_TAGS - 1
+"""Tag of a message that no rank sends."""
 
 
 def _options(op: Any) -> Any:
@@ -37,6 +41,19 @@ def _pass_by(turn: Turn) -> None:
         pass
 
 
+def break_off(backend: Any) -> None:
+    """Close all connections of a Gloo backend, from any thread: operations that wait for a message raise.
+
+    Gloo has no call for that, but closes them when a message has not come within its timeout: such a one is awaited.
+    From a rank whose connection has ended it is refused at once, and other connections stay: each rank is asked.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    others = [] if backend is None else [r for r in range(backend.size()) if r != backend.rank()]
+    for other in others:
+        with contextlib.suppress(RuntimeError):
+            backend.recv([nothing], other, NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
 class GlooTransport(Transport):
     """Executes operations over Gloo, on a backend object and not a group of ``torch.distributed.new_group``.
 
@@ -55,6 +72,9 @@ class GlooTransport(Transport):
         self.rank, self.world_size = rank, world_size
         self._receives: Receives | None = Receives(self._backend, world_size)
         self._reductions = self._operations = 0
+
+    def abort(self) -> None:
+        break_off(self._backend)
 
     def close(self, broken: bool) -> None:
         self._backend = self._receives = None

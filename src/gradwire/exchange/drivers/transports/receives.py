@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 MOST_TAGS = 1 << 31
-"""Number of tags of Gloo, which are 32-bit integers that are not negative."""
+"""Number of tags of Gloo, which are 32-bit integers that are not negative; the last one is never sent."""
 
 RECURS = 2
 """Number of times that a message must have come before its next receive is posted early.
@@ -49,9 +49,9 @@ class Receives:
         """
         slot = self._slots.get((place, kind, size))
         if slot is None:
-            tag = zlib.crc32(repr((place, kind, size)).encode()) % MOST_TAGS
+            tag = zlib.crc32(repr((place, kind, size)).encode()) % (MOST_TAGS - 1)
             while tag in self._tags:
-                tag = (tag + 1) % MOST_TAGS
+                tag = (tag + 1) % (MOST_TAGS - 1)
             self._tags.add(tag)
             slot = self._slots[place, kind, size] = Slot(self._backend, tag, self._world_size, size)
         if place is not None:

@@ -46,6 +46,9 @@ class StagedTransport(Transport):
     def end_job(self) -> None:
         self._inner.end_job()
 
+    def abort(self) -> None:
+        self._inner.abort()
+
     def close(self, broken: bool) -> None:
         self._inner.close(broken)
 

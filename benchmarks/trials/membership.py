@@ -1,0 +1,317 @@
+"""Trainings whose workers are killed, stopped, cut off, told to leave and fed spoilt bytes, and come again.
+
+    python benchmarks/trials/membership.py --minutes 30 --json benchmarks/results/trials/trials_membership.json
+
+Replicas on this machine train a small network over a membership, under each of some methods: first undisturbed, then
+with a fault each so many seconds at a replica that is drawn. The computing of a step is slept, so that replicas do not
+wait for one another's cores. What is killed or has left is started anew; the server that forks replicas has imported
+what they need.
+
+- kill: SIGKILL; a new replica is started.
+- stop: SIGSTOP, and SIGCONT after ``--stop-s``.
+- cut: all connections of the replica break at once, while it lives on.
+- leave: the replica leaves by its own word; a new one is started.
+- corrupt: one bit of what the replica receives in a round flips.
+
+Throughput is that of replicas times rounds that counted. A replica is in again when it has taken a round. Digests of
+parameters are compared over replicas after every round. No round for ``HANG_S`` is a hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import zlib
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import gradwire as gw
+from benchmarks.lib.runs import earlier, write
+from gradwire.exchange.drivers.transports.gloo import GlooTransport
+
+KINDS = ("kill", "stop", "cut", "leave", "corrupt")
+METHODS = ("terngrad", "PowerSGD(matrix_rank=2)", "DiLoCo(every=8, inner=EDEN(bits=4))")
+WIDTH, BATCH = 64, 8
+HANG_S, START_S, WARM_S, REST_S = 60.0, 300.0, 5.0, 10.0
+
+
+def network() -> nn.Sequential:
+    """Build four layers."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def spoil_next(armed: threading.Event) -> None:
+    """Flip one bit of the next rows that this process receives after ``armed`` is set."""
+    usual = GlooTransport.execute
+
+    def execute(self: GlooTransport, *args: Any, **more: Any) -> torch.Tensor:
+        reply = usual(self, *args, **more)
+        if armed.is_set() and reply.dtype == torch.uint8 and reply.numel() > 256:
+            armed.clear()
+            reply = reply.clone()
+            reply.view(-1)[reply.numel() // 2] ^= 1
+        return reply
+
+    GlooTransport.execute = execute  # type: ignore[method-assign]
+
+
+def cut_off() -> None:
+    """Break all TCP connections of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as held:
+                    if held.family in (socket.AF_INET, socket.AF_INET6):
+                        held.getpeername()  # raises for sockets that listen
+                        held.shutdown(socket.SHUT_RDWR)
+
+
+def replica(
+    address: str, secret: str, name: str, spec: str, least: int, compute_s: float, pipe: Connection, orders: Connection
+) -> None:
+    """Train until told to leave, and tell every round that counted."""
+    torch.set_num_threads(1)
+    torch.manual_seed(zlib.crc32(name.encode()))
+    module, armed = network(), threading.Event()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    membership = gw.join(address, secret=secret, name=name, least=least)
+    spoil_next(armed)
+
+    def obey() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                order = orders.recv()
+                if order == "cut":
+                    cut_off()
+                elif order == "corrupt":
+                    armed.set()
+                elif order == "leave":
+                    membership.leave()
+
+    threading.Thread(target=obey, daemon=True).start()
+    with membership:
+        sampler = gw.ElasticSampler(1 << 20, membership, BATCH)
+        link = gw.Link(module.named_parameters(), spec, group=membership, optimizer=optimizer, min_numel=0)
+        local = bool(link.method.traits.local_steps)
+        while not membership.left:
+            batch = sampler.draw() or [0]
+            draw, before = torch.Generator().manual_seed(batch[0]), link.round
+            optimizer.zero_grad()
+            module(torch.randn(BATCH, WIDTH, generator=draw)).square().mean().backward()
+            time.sleep(compute_s)
+            try:
+                if not local:
+                    link.reduce_()
+            except gw.LeftOutError:
+                continue
+            optimizer.step()
+            if link.round > before:
+                with link.global_parameters() if local else contextlib.nullcontext():
+                    flat = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+                told = link.diagnostics()["membership"]
+                pipe.send((link.round, zlib.crc32(flat.numpy().data), membership.world_size, told))
+
+
+class Trial:
+    """Replicas of one method, and what they told."""
+
+    def __init__(self, spec: str, replicas: int, compute_s: float) -> None:
+        self.spec, self.compute_s = spec, compute_s
+        self._coordinator = gw.Coordinator("127.0.0.1:0")
+        self._thread = threading.Thread(target=self._coordinator.serve, daemon=True)
+        self._thread.start()
+        self._context = multiprocessing.get_context("forkserver")
+        self._processes: dict[str, Any] = {}
+        self._pipes: dict[Connection, str] = {}
+        self._orders: dict[str, Connection] = {}
+        self.started: dict[str, float] = {}
+        self.began_s = time.monotonic()
+        self.counted: dict[int, tuple[float, int]] = {}
+        self.digests: dict[int, set[int]] = {}
+        self.compared = 0
+        self.rejoined: list[float] = []
+        self.stopped: set[str] = set()
+        self.told: dict[str, dict[str, int]] = {}
+        self._number = 0
+        for _ in range(replicas):
+            self.start(replicas)
+
+    def start(self, least: int = 1) -> None:
+        """Start a replica."""
+        name = f"replica-{self._number}"
+        self._number += 1
+        (ours, theirs), (told, orders) = self._context.Pipe(), self._context.Pipe()
+        words = (f"127.0.0.1:{self._coordinator.port}", self._coordinator.secret, name, self.spec, least)
+        process = self._context.Process(target=replica, args=(*words, self.compute_s, theirs, orders), daemon=True)
+        process.start()
+        theirs.close()
+        orders.close()
+        self._processes[name], self._pipes[ours], self._orders[name] = process, name, told
+        self.started[name] = time.monotonic()
+
+    def read(self, seconds: float) -> None:
+        """Read what replicas tell for some time.
+
+        Raises:
+            SystemExit: nothing has counted for :data:`HANG_S`.
+        """
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            for pipe in wait(list(self._pipes), timeout=left_s):
+                self._take(pipe)  # type: ignore[arg-type]
+            latest_s = max((at for at, _ in self.counted.values()), default=self.began_s)
+            if time.monotonic() - latest_s > (HANG_S if self.counted else START_S):
+                raise SystemExit(f"{self.spec}: no round counted for {HANG_S:.0f} s")
+
+    def _take(self, pipe: Connection) -> None:
+        name, now_s = self._pipes[pipe], time.monotonic()
+        try:
+            round, digest, members, told = pipe.recv()
+        except (EOFError, OSError):
+            del self._pipes[pipe]
+            self._processes.pop(name).join()
+            self._orders.pop(name)
+            self.start()
+            return
+        self.told[name] = told
+        self.counted.setdefault(round, (now_s, members))
+        self.compared += round in self.digests
+        self.digests.setdefault(round, set()).add(digest)
+        if name in self.started:
+            self.rejoined.append(now_s - self.started.pop(name))
+
+    def fault(self, kind: str, draw: random.Random, stop_s: float) -> None:
+        """Disturb a replica that takes part."""
+        able = [name for name in self._processes if name not in self.started and name not in self.stopped]
+        if not able:
+            return
+        name = draw.choice(able)
+        process = self._processes[name]
+        if kind == "kill":
+            process.kill()
+        elif kind == "stop":
+            os.kill(process.pid, signal.SIGSTOP)
+            self.stopped.add(name)
+
+            def go_on() -> None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGCONT)
+                self.stopped.discard(name)
+                self.started[name] = time.monotonic()
+
+            threading.Timer(stop_s, go_on).start()
+        else:
+            with contextlib.suppress(OSError):
+                self._orders[name].send(kind)
+
+    def rate(self, since_s: float) -> tuple[float, float]:
+        """Return rounds a second, and replicas times rounds a second, since a time."""
+        found = [(at, members) for at, members in self.counted.values() if at >= since_s]
+        seconds = max(at for at, _ in found) - since_s
+        return len(found) / seconds, sum(members for _, members in found) / seconds
+
+    def close(self) -> None:
+        """End everything."""
+        for process in self._processes.values():
+            process.kill()
+            process.join()
+        self._coordinator.close()
+        self._thread.join()
+
+
+def tried(spec: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Try one method; return its row."""
+    draw = random.Random(f"{seed} {spec}")
+    trial = Trial(spec, given.replicas, given.compute_s)
+    faults: dict[str, int] = {}
+    try:
+        while trial.started or not trial.counted:
+            trial.read(0.5)
+        trial.read(WARM_S)
+        began_s = time.monotonic()
+        trial.read(given.quiet_s)
+        quiet = trial.rate(began_s)
+        trial.rejoined.clear()
+        began_s = time.monotonic()
+        known = len(trial.counted)
+        while time.monotonic() - began_s < 60 * given.minutes:
+            trial.read(given.every_s)
+            kind = KINDS[sum(faults.values()) % len(KINDS)]
+            trial.fault(kind, draw, given.stop_s)
+            faults[kind] = faults.get(kind, 0) + 1
+        trial.read(max(REST_S, given.stop_s + 5))
+        disturbed = trial.rate(began_s)
+        times = sorted(at for at, _ in trial.counted.values() if at >= began_s)
+        longest = max(b - a for a, b in itertools.pairwise(times))
+    finally:
+        trial.close()
+    differing = sum(len(found) > 1 for found in trial.digests.values())
+    return {
+        "method": spec,
+        "seed": seed,
+        "replicas": given.replicas,
+        "compute_s": given.compute_s,
+        "every_s": given.every_s,
+        "stop_s": given.stop_s,
+        "seconds": round(times[-1] - began_s, 1),
+        "faults": sum(faults.values()),
+        **{f"faults_{kind}": faults.get(kind, 0) for kind in KINDS},
+        "rounds": len(trial.counted) - known,
+        "undisturbed_rounds_per_s": round(quiet[0], 3),
+        "rounds_per_s": round(disturbed[0], 3),
+        "rounds_kept": round(disturbed[0] / quiet[0], 4),
+        "throughput_kept": round(disturbed[1] / quiet[1], 4),
+        "longest_pause_s": round(longest, 2),
+        "rejoined": len(trial.rejoined),
+        "rejoin_s_median": round(median(trial.rejoined), 2) if trial.rejoined else None,
+        "rejoin_s_longest": round(max(trial.rejoined), 2) if trial.rejoined else None,
+        "digests_compared": trial.compared,
+        "rounds_with_differing_digests": differing,
+        "hangs": 0,
+    }
+
+
+def main() -> int:
+    """Try all methods; exit with 1 where digests differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of disturbance under each method")
+    parser.add_argument("--every-s", type=float, default=30.0, help="seconds between two faults")
+    parser.add_argument("--quiet-s", type=float, default=60.0, help="seconds without a fault at first")
+    parser.add_argument("--stop-s", type=float, default=10.0)
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--compute-s", type=float, default=0.25, help="slept in each step")
+    parser.add_argument("--method", action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    multiprocessing.set_start_method("forkserver")
+    multiprocessing.set_forkserver_preload(["gradwire", "gradwire.kernels", "numba"])
+    methods = given.method or METHODS
+    again = {(spec, given.seed) for spec in methods}
+    rows = [row for row in earlier(given.json, "rows") if (row["method"], row["seed"]) not in again]
+    for spec in methods:
+        gw.warm_up(gw.method(spec))
+        rows.append(tried(spec, given, given.seed))
+        print(rows[-1], flush=True)
+        write(given.json, rows=rows)
+    return int(any(row["rounds_with_differing_digests"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

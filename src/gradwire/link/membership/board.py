@@ -1,0 +1,242 @@
+"""The store of a membership as a member uses it: sealed records, found again after the coordinator was restarted.
+
+torch's TCPStore knows no password: whoever reaches its port can read, write and delete every key. So members believe
+only records that verify under their secret, and nothing else of what is in the store names a member or an epoch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
+from gradwire.link.membership.records import Epoch, EpochReport, Member, R, Request, RunRecord, Seal
+from gradwire.link.membership.steps import named_key
+
+PORT = 29400
+"""Default port of the coordinator, that of torchrun's rendezvous."""
+
+RUN = "run"
+ASKS = "asks"
+"""Key of the number of requests that were written since the coordinator was started."""
+
+CONNECT_S = 5.0
+"""Time of one attempt to reach the coordinator."""
+
+PAUSE_S = 0.2
+"""Time between two attempts."""
+
+PATIENCE_S = 120.0
+"""Time that the coordinator may be away before its members give up."""
+
+MOST_ASKS = 256
+"""Largest number of requests that are read at once: anybody can write some."""
+
+FRESH_S = 5.0
+"""Time for which a request counts after its beat has changed."""
+
+MOST_ATTEMPTS = 100
+
+MOST_KEPT = 32
+"""Number of records that a member writes again after the coordinator was started again."""
+
+T = TypeVar("T")
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return host and port of an address such as ``"10.0.0.1:29400"``, ``"host"`` or ``"[::1]:29400"``.
+
+    Raises:
+        HyperparameterError: it is not an address.
+    """
+    host, colon, port = text.rpartition(":") if ":" in text.rpartition("]")[2] else (text, "", "")
+    host = host.removeprefix("[").removesuffix("]")
+    if colon and not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise HyperparameterError(f"address: host:port is needed, such as '10.0.0.1:{PORT}', not {text!r}")
+    return host, int(port) if colon else PORT
+
+
+def _set_where(store: Any, key: str, expected: Any, value: str) -> bytes:
+    """Write a value where the expected one is, or none; return the one that is there then."""
+    return bytes(store.compare_set(key, expected, value))
+
+
+def ask_key(number: int) -> str:
+    """Return the key of a request."""
+    return f"ask/{number}"
+
+
+class Board:
+    """The records of one run, in a store that may be away for a while.
+
+    Args:
+        host, port: Address of the coordinator.
+        secret: The secret that members share.
+        patience_s: Time that the coordinator may be away before an operation raises.
+
+    Attributes:
+        seal: Seals the records of this run.
+
+    Raises:
+        ExchangeError: the coordinator cannot be reached.
+        IncompatibleError: the secret is not that of the run.
+    """
+
+    def __init__(self, host: str, port: int, secret: str, patience_s: float = PATIENCE_S) -> None:
+        self.host, self.port = host or "127.0.0.1", port
+        self._patience_s = patience_s
+        self._secret, self.seal = secret, Seal(secret)
+        self._lock = threading.RLock()
+        self._store: Any = None
+        self._again: OrderedDict[str, str] = OrderedDict()
+        self._seen, self._asked = 0, (0, "", 0)
+        self._waiting: dict[str, tuple[int, Request, float | None]] = {}
+        self._run = ""
+        self._do(lambda store: None)
+
+    # ------------------------------------------------------------------ connections
+
+    def store(self, prefix: str) -> Any:
+        """Return a connection to the store of its own, whose keys begin with a prefix."""
+        return self._do(lambda store: dist.PrefixStore(prefix, store.clone()))
+
+    def _do(self, work: Callable[[Any], T]) -> T:
+        """Do some work on the store; connect again, and do it again, as long as it is away.
+
+        Raises:
+            ExchangeError: it is away for too long.
+        """
+        began_s = time.monotonic()
+        with self._lock:
+            while True:
+                try:
+                    if self._store is None:
+                        self._store = self._connect()
+                    return work(self._store)
+                except (RuntimeError, dist.DistError) as error:
+                    self._store = None
+                    if time.monotonic() - began_s > self._patience_s:
+                        raise ExchangeError(
+                            f"the coordinator at {self.host}:{self.port} was out of reach for {self._patience_s:.0f} "
+                            "s: start it again with the same --state file, and look at the network"
+                        ) from error
+                time.sleep(PAUSE_S)
+
+    def _connect(self) -> Any:
+        store = dist.TCPStore(
+            self.host, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
+        )
+        store.wait([RUN], timedelta(seconds=CONNECT_S))
+        run = Seal(self._secret).open(RUN, bytes(store.get(RUN)), RunRecord)
+        if run is None:
+            raise IncompatibleError(
+                f"the secret is not that of the run at {self.host}:{self.port}: take the one that `gradwire "
+                "coordinate` printed there, or its --secret-file"
+            )
+        if self._run and run.id != self._run:
+            raise IncompatibleError(
+                f"the coordinator at {self.host}:{self.port} keeps another run now: it was started again without its "
+                "--state file; start all workers again, from a checkpoint"
+            )
+        self._run, self.seal = run.id, Seal(self._secret, run.id)
+        # A coordinator that was started again has lost all but the first and the latest epoch in its file.
+        for key, value in self._again.items():
+            store.compare_set(key, "", value)
+        return store
+
+    def _keep(self, key: str, value: str) -> None:
+        """Write a value again if a coordinator that was started again lacks it."""
+        self._again[key] = value
+        self._again.move_to_end(key)
+        while len(self._again) > MOST_KEPT:
+            self._again.popitem(last=False)
+
+    # ------------------------------------------------------------------ records
+
+    def put(self, key: str, record: Epoch | EpochReport) -> None:
+        """Write a record."""
+        value = self.seal.close(key, record)
+        with self._lock:
+            self._keep(key, value)
+            self._do(lambda store: store.set(key, value))
+
+    def get(self, key: str, kind: type[R]) -> R | None:
+        """Return the record at a key; None if there is none that verifies."""
+        return self._do(lambda store: self._read(store, key, kind))
+
+    def _read(self, store: Any, key: str, kind: type[R]) -> R | None:
+        return self.seal.open(key, bytes(store.get(key)), kind) if store.check([key]) else None
+
+    def propose(self, key: str, epoch: Epoch) -> Epoch:
+        """Write an epoch unless one is there, and return the one that is there then.
+
+        Raises:
+            ExchangeError: somebody without the secret keeps writing at the key.
+        """
+        value = self.seal.close(key, epoch)
+        expected: Any = ""
+        for _ in range(MOST_ATTEMPTS):
+            there = self._do(partial(_set_where, key=key, expected=expected, value=value))
+            found = self.seal.open(key, there, Epoch)
+            if found is not None and found.number == epoch.number:
+                with self._lock:
+                    self._keep(key, there.decode("ascii"))
+                return found
+            # Somebody without the secret has written here: it counts as absent.
+            expected = there
+        raise ExchangeError(f"somebody without the secret keeps writing into the store at {self.host}:{self.port}")
+
+    # ------------------------------------------------------------------ requests
+
+    def ask(self, request: Request) -> None:
+        """Write a request to be named; call it again and again as long as it holds, since others look for its beat."""
+
+        def write(store: Any) -> None:
+            number, id, beat = self._asked
+            if id != request.member.id or not store.check([ask_key(number)]):
+                number = store.add(ASKS, 1)
+            store.set(ask_key(number), self.seal.close(ask_key(number), replace(request, beat=beat + 1)))
+            self._asked = number, request.member.id, beat + 1
+
+        self._do(write)
+
+    def requests(self) -> list[Request]:
+        """Return the requests of workers that wait and were not named yet, the earliest first."""
+        return self._do(self._requests)
+
+    def _requests(self, store: Any) -> list[Request]:
+        count = store.add(ASKS, 0)
+        if count < self._seen:
+            self._seen = 0  # the coordinator was started again
+        for number in range(max(self._seen, count - MOST_ASKS) + 1, count + 1):
+            request = self._read(store, ask_key(number), Request)
+            if request is not None:
+                self._waiting[request.member.id] = (number, request, None)
+        self._seen = count
+        now_s = time.monotonic()
+        for id, (number, request, changed_s) in list(self._waiting.items()):
+            found = self._read(store, ask_key(number), Request)
+            if found is None or store.check([named_key(id)]):
+                del self._waiting[id]
+            elif found.beat != request.beat:
+                self._waiting[id] = (number, found, now_s)
+            elif changed_s is not None and now_s - changed_s > FRESH_S:
+                self._waiting[id] = (number, found, None)
+        return [request for _, request, changed_s in self._waiting.values() if changed_s is not None]
+
+    def named(self, member: Member) -> Epoch | None:
+        """Return the epoch that named a worker for the first time; None as long as none does."""
+        return self.get(named_key(member.id), Epoch)
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self._lock:
+            self._store = None

@@ -1,0 +1,170 @@
+"""The process that keeps the store of a membership."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.errors import GradwireError, IncompatibleError
+from gradwire.link.membership.board import RUN, address_of
+from gradwire.link.membership.records import MOST_BYTES, Epoch, RunRecord, Seal, new_id
+from gradwire.link.membership.steps import FIRST, epoch_key
+
+LOOK_S = 0.25
+"""Time between two looks for a new epoch."""
+
+KEPT_EPOCHS = 3
+"""Number of epochs whose keys stay in the store."""
+
+MOST_STATE_BYTES = 4 * MOST_BYTES
+
+
+class Coordinator:
+    """Keeps the store of a membership, torch's TCPStore, and a little of it in a file; computes nothing.
+
+    The store is in memory. What must outlive the process is the run's number and secret and its first and latest
+    epoch: the coordinator looks for new epochs that verify under the secret, and writes each into its file, which is
+    always either the old or the new one. Everything else is written again by the members when they find it missing.
+
+    Args:
+        listen: Address to listen at, such as ``":29400"``; port 0 chooses a free one.
+        secret: The secret that members share; None: drawn at random, or read from the file.
+        state: File to go on from, and to write; it holds the secret, and only its owner can read it. None: a
+            coordinator that is started again begins another run.
+
+    Attributes:
+        port: Port of the store.
+        secret: The secret.
+        epoch: The latest epoch; None before the first.
+
+    Raises:
+        HyperparameterError: the address or the secret is wrong.
+        IncompatibleError: the file is not a coordinator's, or has another secret.
+        GradwireError: the port is taken, or the file cannot be written.
+    """
+
+    def __init__(
+        self, listen: str = ":29400", *, secret: str | None = None, state: str | os.PathLike[str] | None = None
+    ) -> None:
+        host, port = address_of(listen)
+        self._path = None if state is None else Path(state)
+        kept = self._read()
+        if kept is not None and secret is not None and secret != kept["secret"]:
+            raise IncompatibleError(f"{self._path} is of a run with another secret: give that one, or another file")
+        self.secret: str = kept["secret"] if kept else secret or secrets.token_urlsafe(24)
+        self._run = RunRecord(kept["run"] if kept else new_id())
+        self._seal = Seal(self.secret, self._run.id)
+        self._first: str | None = kept["first"] if kept else None
+        self._latest: str | None = kept["latest"] if kept else None
+        self.epoch = self._opened(kept) if kept else None
+        try:
+            self._store = dist.TCPStore(
+                host or "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
+            )
+        except (RuntimeError, dist.DistError) as error:
+            raise GradwireError(f"the coordinator cannot listen at {listen}: {error}") from error
+        self.port: int = self._store.port
+        if self.epoch is not None and self._first is not None and self._latest is not None:
+            self._store.set(FIRST, self._first)
+            self._store.set(epoch_key(self.epoch.number), self._latest)
+        self._write()
+        # Workers wait for this key, and find all others then.
+        self._store.set(RUN, Seal(self.secret).close(RUN, self._run))
+        self._closed = threading.Event()
+
+    def serve(self) -> None:
+        """Keep the store until :meth:`close` is called."""
+        while not self._closed.wait(LOOK_S):
+            self.look()
+
+    def close(self) -> None:
+        """End :meth:`serve`."""
+        self._closed.set()
+
+    def look(self) -> None:
+        """Write new epochs into the file, and remove what belongs to old ones from the store."""
+        found = self.epoch
+        while True:
+            number = 1 if found is None else found.number + 1
+            value = self._value(epoch_key(number))
+            epoch = None if value is None else self._seal.open(epoch_key(number), value, Epoch)
+            if epoch is None or value is None:
+                break
+            found, self._latest = epoch, value.decode("ascii")
+            self._first = self._first or self._latest
+        if found is not self.epoch:
+            self.epoch = found
+            self._write()
+            self._sweep()
+
+    def _value(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def _sweep(self) -> None:
+        """Remove the keys of old epochs, which the store would keep for ever."""
+        list_keys = getattr(self._store, "list_keys", None)
+        if list_keys is None or self.epoch is None:
+            return
+        for key in list_keys():
+            kind, _, rest = key.partition("/")
+            number = rest.partition("/")[0]
+            old = kind in ("epoch", "report", "links") and number.isascii() and number.isdecimal()
+            if old and 1 < int(number[:18]) <= self.epoch.number - KEPT_EPOCHS:
+                self._store.delete_key(key)
+
+    # ------------------------------------------------------------------ the file
+
+    def _read(self) -> dict[str, Any] | None:
+        if self._path is None or not self._path.exists():
+            return None
+        try:
+            with self._path.open("rb") as file:
+                kept = json.loads(file.read(MOST_STATE_BYTES))
+            texts = ("secret", "run", "first", "latest")
+            whole = isinstance(kept, dict) and kept.keys() == set(texts)
+            if not whole or not all(isinstance(kept[t], str) or (kept[t] is None and t in texts[2:]) for t in texts):
+                raise ValueError("it has other fields")
+            RunRecord.read({"id": kept["run"]})
+        except (OSError, ValueError, RecursionError) as error:
+            raise IncompatibleError(f"{self._path} is not the state of a coordinator: {error}") from None
+        return dict(kept)
+
+    def _opened(self, kept: dict[str, Any]) -> Epoch | None:
+        """Return the latest epoch of a file."""
+        if kept["latest"] is None:
+            return None
+        for number in self._numbers(kept["latest"]):
+            found = self._seal.open(epoch_key(number), kept["latest"].encode(), Epoch)
+            if found is not None:
+                return found
+        raise IncompatibleError(f"{self._path} has changed since it was written: its epoch does not verify")
+
+    @staticmethod
+    def _numbers(value: str) -> list[int]:
+        """Return the number that an epoch's text names: the seal is that of its key."""
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            return [int(json.loads(value[64:])["number"])]
+        return []
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        kept = {"secret": self.secret, "run": self._run.id, "first": self._first, "latest": self._latest}
+        partial = self._path.with_name(self._path.name + ".partial")
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(kept, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self._path)
+        except OSError as error:
+            raise GradwireError(f"the coordinator cannot write {self._path}: {error}") from error

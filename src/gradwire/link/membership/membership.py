@@ -1,0 +1,154 @@
+"""The membership of a worker, for users, and how it gets one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+
+from gradwire.errors import HyperparameterError
+from gradwire.exchange.method import is_number, is_whole, require
+from gradwire.link.membership.board import PATIENCE_S, Board, address_of
+from gradwire.link.membership.membership_link import MembershipLink
+from gradwire.link.membership.party import Party
+
+SECRET = "GRADWIRE_SECRET"
+"""Variable with the secret."""
+
+GRACE_S, SILENCE_S = 1.0, 5.0
+
+
+class Membership(Party):
+    """A training that this worker belongs to, or asks to belong to; :func:`gradwire.join` makes one.
+
+    It is a context manager, at whose end the worker leaves.
+    """
+
+    link_type = MembershipLink
+    """The kind of link that ``gradwire.Link`` makes on it."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch; 0 before the first."""
+        return 0 if self.seat.epoch is None else self.seat.epoch.number
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the members by rank; empty before the first epoch."""
+        return () if self.seat.epoch is None else tuple(member.name for member in self.seat.epoch.members)
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among the members; 0 before the first epoch."""
+        return 0 if self.seat.epoch is None else self.seat.epoch.ids().index(self.seat.me.id)
+
+    @property
+    def world_size(self) -> int:
+        """Number of members; 1 before the first epoch."""
+        return 1 if self.seat.epoch is None else len(self.seat.epoch.members)
+
+    @property
+    def left(self) -> bool:
+        """True once this worker has left: its last round counts, and it takes part in no other."""
+        return self.seat.left
+
+    def leave(self) -> None:
+        """Leave after the current round, or the next one if none is under way: go on until :attr:`left` is true.
+
+        The round is finished, and what this worker has not sent yet is handed to another one.
+        """
+        self.seat.leaving = True
+
+    def close(self) -> None:
+        """Leave at once, unless this worker has left already, and close all connections."""
+        link = self.link
+        if link is not None:
+            link.depart()
+            link.close()
+        self.board.close()
+
+    def __enter__(self) -> Membership:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def join(
+    address: str,
+    *,
+    secret: str | None = None,
+    name: str | None = None,
+    least: int = 1,
+    grace_s: float = GRACE_S,
+    silence_s: float = SILENCE_S,
+    patience_s: float = PATIENCE_S,
+    signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+) -> Membership:
+    """Join a training whose workers come and go.
+
+    The worker belongs to it as soon as it has made its link, on as many machines as there are::
+
+        with gw.join("10.0.0.1:29400", secret=...) as membership:
+            link = gw.Link(model.named_parameters(), "terngrad", group=membership, optimizer=optimizer)
+            for batch in batches:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                try:
+                    link.reduce_()
+                except gw.LeftOutError:
+                    continue
+                optimizer.step()
+                if membership.left:
+                    break
+
+    Args:
+        address: Address of ``gradwire coordinate``, such as ``"10.0.0.1:29400"``.
+        secret: The secret that it printed; by default the variable ``GRADWIRE_SECRET``.
+        name: Name of this worker in messages; host and process by default.
+        least: Number of workers that begin the training together. Later ones are taken in one by one.
+        grace_s: Seconds that members wait for one another's reports when a member is gone. Who has not reported then
+            is left out, and comes again.
+        silence_s: Seconds without a sign of life after which a member counts as gone: stopped, or cut off. The end of
+            a process is noticed at once.
+        patience_s: Seconds that this worker waits to be taken in, and that the coordinator may be away.
+        signals: Signals after which the worker leaves by its own word, if this is the main thread.
+
+    Raises:
+        HyperparameterError: a value is wrong.
+        IncompatibleError: the secret is not that of the run.
+        ExchangeError: the coordinator cannot be reached.
+    """
+    host, port = address_of(address)
+    require(is_whole(least, 1), "least", f"a whole number of at least 1 is needed, not {least!r}")
+    times = {"grace_s": grace_s, "silence_s": silence_s, "patience_s": patience_s}
+    for field, value in times.items():
+        require(is_number(value, above=0), field, f"a number of seconds above 0 is needed, not {value!r}")
+    secret = os.environ.get(SECRET) if secret is None else secret
+    if secret is None:
+        raise HyperparameterError(f"secret: none was given, and {SECRET} is not set: take the coordinator's")
+    board = Board(host, port, secret, patience_s)
+    made = Membership(board, name=name, least=least, **times)
+    if threading.current_thread() is threading.main_thread():
+        for number in signals:
+            _leave_on(made, number)
+    return made
+
+
+def _leave_on(membership: Membership, number: signal.Signals) -> None:
+    """Leave when a signal comes; a second one does what it did before."""
+    before = signal.getsignal(number)
+    held = weakref.ref(membership)
+
+    def leave(got: int, frame: FrameType | None) -> None:
+        signal.signal(number, before if before is not None else signal.SIG_DFL)
+        found = held()
+        if found is not None:
+            found.leave()
+
+    signal.signal(number, leave)

@@ -1,0 +1,397 @@
+"""A link whose ranks come and go."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradwire.errors import (
+    ExchangeError,
+    GradwireError,
+    IncompatibleError,
+    LeftOutError,
+    PayloadError,
+    RankMismatchError,
+)
+from gradwire.exchange.drivers import WireError
+from gradwire.exchange.method import Method
+from gradwire.exchange.planning import LinkOptions, Options
+from gradwire.link.handshake import compared
+from gradwire.link.membership import steps as p
+from gradwire.link.membership.epoch_group import EpochGroup
+from gradwire.link.membership.party import Party
+from gradwire.link.membership.passing_link import PassingLink
+from gradwire.link.membership.records import Epoch, EpochReport, Member, Request, text_of
+from gradwire.link.membership.store_steps import LOOK_S, StoreSteps
+from gradwire.link.parameters import named_parameters
+from gradwire.link.round import Mean
+from gradwire.link.site import warm_up
+from gradwire.link.state import of_other_ranks
+from gradwire.methods.spec import method as read_method
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+T = TypeVar("T")
+
+
+class MembershipLink(StoreSteps, PassingLink):
+    """A :class:`Link` over a membership; ``gradwire.Link(..., group=membership)`` makes one.
+
+    It runs the protocol of :mod:`gradwire.link.membership.protocol`: a round is repeated by those who are left when
+    members are lost in it, and what workers keep follows the members. :meth:`reduce_`, and steps of the optimizer under
+    a method with local steps, return when the round counts.
+
+    Args:
+        parameters, method, lanes, grad_scaler, optimizer, options: As for :class:`Link`.
+        group: The membership.
+
+    Raises:
+        HyperparameterError, BackendError: as for :class:`Link`.
+        IncompatibleError: the method cannot follow members that come and go, or what another member has does not suit.
+        ExchangeError: nobody took this worker in.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
+        method: str | Method,
+        *,
+        group: Party,
+        lanes: int | None = None,
+        grad_scaler: Any = None,
+        optimizer: Any = None,
+        **options: Unpack[LinkOptions],
+    ) -> None:
+        self._party, self._seat = group, group.seat
+        self._ask(parameters, method, lanes, grad_scaler, optimizer, options)
+        self._terms = self._checked()
+        group.take_link(self)
+        # A newcomer that compiles lets all others wait.
+        warm_up(self.method, self.options.backend)
+        self._lock = group.lock
+        self._epoch_group: EpochGroup | None = None
+        self._opened = self._in_flight = self._held = False
+        self._of: Epoch | None = None
+        self._broken_s: float | None = None
+        self._problem: Exception | None = None
+        self._starting: Callable[[], Iterable[tuple[Any, Mean]]] = tuple
+        self._means: list[tuple[Any, torch.Tensor]] = []
+        self._before = (0, 0, 0)
+        self._asked_s: tuple[float, tuple[Member, ...]] = (-LOOK_S, ())
+        with self._lock:
+            self._come_in()
+        self._keeper = threading.Thread(
+            target=_keep, args=(weakref.WeakMethod(self._look),), name="gradwire membership", daemon=True
+        )
+        self._keeper.start()
+
+    def _checked(self) -> str:
+        """Check what the user asked for; return the digest of what all members must have in common."""
+        parameters, method, count, options = self._asked
+        self.method, self.options = read_method(method), Options.of(options)
+        named, traits = named_parameters(parameters), self.method.traits
+        refused = {
+            "ranks keep parameters of their own": traits.outcomes_differ,
+            "it tries several methods": bool(traits.tries),
+            "a fallback is chosen over fixed ranks": self.options.fallback is not None,
+            "an exchange is in flight while the training goes on": bool(getattr(self.method, "delay", 0)),
+            "its groups of ranks are fixed": _has_scopes(self.method),
+        }
+        for reason, holds in refused.items():
+            if holds:
+                raise IncompatibleError(f"{self.method!r} cannot follow members that come and go: {reason}")
+        if any(tensor.device.type != "cpu" for tensor in named.values()):
+            raise IncompatibleError("a membership exchanges over Gloo: parameters in main memory are needed")
+        terms = compared(self.method, self.options, named, {"lanes": count, "carried": sorted(self._party.carried)})
+        return hashlib.blake2b(text_of({k: repr(v) for k, v in terms.items()}).encode(), digest_size=32).hexdigest()
+
+    # ------------------------------------------------------------------ for users
+
+    def exchange_all(self, start: Callable[[], Iterable[tuple[T, Mean]]]) -> list[tuple[T, torch.Tensor]]:
+        with self._lock:
+            self._refuse_after_the_end()
+            self._starting, self._means = start, []
+            try:
+                self._raise_problem()
+                self._run(self._seat.round())
+            except p.LeftOut:
+                self._come_again()
+                if not self.method.traits.local_steps:
+                    raise LeftOutError(
+                        f"the others went on without this worker ({self._seat.me.name}), and have taken it in again in "
+                        f"epoch {self._seat.current.number} at round {self._seat.rounds}: its parameters are theirs "
+                        "now; compute the gradient again"
+                    ) from None
+                return []
+            except p.StateLost:
+                raise self._lost_state() from None
+            # Samples for the next round have not been drawn yet.
+            self._seat.reserve = 0
+            return self._means
+
+    def after_exchange(self) -> None:
+        with self._lock:
+            if self._seat.left:
+                return
+            try:
+                self._raise_problem()
+                self._run(self._seat.change())
+            except p.LeftOut:
+                self._come_again()
+            except p.StateLost:
+                raise self._lost_state() from None
+
+    def settle(self) -> None:
+        """Agree with the others on who is there, if that has changed; call it before samples are drawn for a round."""
+        with self._lock:
+            self._look()
+
+    def diagnostics(self) -> dict[str, Any]:
+        epoch = self._seat.epoch
+        found = super().diagnostics()
+        found["membership"] = {
+            "epoch": 0 if epoch is None else epoch.number,
+            "members": 0 if epoch is None else len(epoch.members),
+            **{name: self._party.counts[name] for name in COUNTED},
+        }
+        return found
+
+    def depart(self) -> None:
+        """Leave now, between two rounds: what was not sent yet is lost, unless the others end, too."""
+        with self._lock:
+            seat = self._seat
+            if seat.epoch is not None and not seat.left:
+                seat.leaving = seat.left = True
+                report = seat.report()
+                self._party.board.put(p.report_key(report.number, report.id), report)
+            self._hang_up("left the training")
+
+    def _refuse_after_the_end(self) -> None:
+        if self._seat.left or not self.close.alive:
+            raise ExchangeError("this worker has left the training: look at membership.left after every step")
+
+    def _lost_state(self) -> ExchangeError:
+        return ExchangeError("no member that has the state of this training is left: start again from a checkpoint")
+
+    # ------------------------------------------------------------------ coming in
+
+    def _come_in(self) -> None:
+        while True:
+            try:
+                self._run(self._seat.enter())
+                return
+            except p.LeftOut:
+                self._seat.again()
+            except p.StateLost:
+                raise self._lost_state() from None
+
+    def _come_again(self) -> None:
+        """Come in as a new member, after the others went on without this one."""
+        if self._seat.leaving:
+            self._seat.left = True
+            self._hang_up("left the training")
+            raise ExchangeError("this worker has left the training")
+        self._party.counts["left_out"] += 1
+        self._problem, self._in_flight = None, False
+        self._hang_up("comes again")
+        self._seat.again()
+        self._come_in()
+
+    def _raise_problem(self) -> None:
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    # ------------------------------------------------------------------ the thread that watches
+
+    def _look(self) -> None:
+        """Break off a round with members that are gone; between two rounds, agree with the others on who is there."""
+        group = self._epoch_group
+        if group is None:
+            return
+        lost = group.gone() or (self._opened and self._runtime.failures.circle.lost())
+        if not self._lock.acquire(blocking=False):
+            if lost:
+                self._abort()
+            return
+        try:
+            seat = self._seat
+            if seat.epoch is None or seat.left or self._problem is not None or group is not self._epoch_group:
+                return
+            before = seat.epoch
+            try:
+                if lost:
+                    self._run(seat.recover())
+                else:
+                    following = self._party.board.get(p.epoch_key(before.number + 1), Epoch)
+                    if following is not None:
+                        self._run(seat.follow(following))
+            except (p.LeftOut, p.StateLost, GradwireError) as problem:
+                self._problem = problem
+            if self._problem is None and seat.epoch is not before:
+                # The others see that this member is alive, long before its next round.
+                self._epoch_group = self._group_of(seat.current)
+        finally:
+            self._lock.release()
+
+    # ------------------------------------------------------------------ the protocol's steps
+
+    def _run(self, steps: p.Steps[None]) -> None:
+        """Run steps of the protocol."""
+        try:
+            step = next(steps)
+            while True:
+                step = steps.send(self._do(step))
+        except StopIteration:
+            return
+
+    def _do(self, step: p.Step) -> Any:
+        board, seat = self._party.board, self._seat
+        if isinstance(step, p.Put):
+            board.put(step.key, step.record)
+        elif isinstance(step, p.Propose):
+            return board.propose(step.key, step.epoch)
+        elif isinstance(step, p.Collect):
+            return self._collect(step.keys)
+        elif isinstance(step, p.Await):
+            return self._named(step.key) if step.for_ever else self._awaited(step.key)
+        elif isinstance(step, p.Ask):
+            board.ask(Request(step.member, self._terms))
+        elif isinstance(step, p.Founders):
+            return self._founders()
+        elif isinstance(step, p.Requests):
+            return self._requests()
+        elif isinstance(step, p.Meet):
+            return self._meet(step.epoch)
+        elif isinstance(step, p.Exchange):
+            return self._exchange()
+        elif isinstance(step, p.Vote):
+            return self._vote(step.word)
+        elif isinstance(step, p.Count):
+            self._in_flight = self._held = False
+        elif isinstance(step, p.Undo):
+            self._rewind()
+        elif isinstance(step, p.Break):
+            self._hang_up("has gone on to the next epoch")
+            if self._in_flight and not self._held:
+                self._rewind()
+        elif isinstance(step, p.Hand):
+            self._hand(step, seat.current)
+        return None
+
+    # ------------------------------------------------------------------ rounds
+
+    def _exchange(self) -> bool:
+        runtime = self._runtime
+        group = self._epoch_group
+        if group is None or group.gone():
+            return False
+        self._before = (runtime.round, runtime.rounds_here, runtime.skipped_rounds)
+        self._in_flight, self._held = True, False
+        try:
+            self._means = self.wait_for(list(self._starting()))
+            self._settle()
+        except Exception as error:
+            self._count_repeat(error)
+            return False
+        self._held = True
+        return True
+
+    def _vote(self, word: p.Word) -> tuple[p.Word, ...] | None:
+        if self.world_size == 1:
+            return (word,)
+        try:
+            rows = self._channel.gather([float(word.leaving), float(word.joins), float(word.position)])
+        except Exception as error:
+            self._count_repeat(error)
+            return None
+        return tuple(p.Word(bool(leaving), bool(joins), int(position)) for leaving, joins, position in rows)
+
+    def _count_repeat(self, error: Exception) -> None:
+        """Count a round that broke because of others; raise if it was this worker's own fault."""
+        own = self._runtime.failures.error
+        if own is None or not isinstance(own.__cause__, WireError | PayloadError):
+            self.depart()
+            raise error
+        self._party.counts["broken_rounds"] += 1
+
+    def _rewind(self) -> None:
+        """Return to the state before the round."""
+        runtime = self._runtime
+        runtime.memory.undo()
+        runtime.diagnostics.discount(self._before[0])
+        runtime.round, runtime.rounds_here, runtime.skipped_rounds = self._before
+        self._in_flight = self._held = False
+        self._means = []
+
+    # ------------------------------------------------------------------ epochs
+
+    def _meet(self, epoch: Epoch) -> tuple[str, ...] | None:
+        """Connect the members of an epoch; return None, or the ids of those that were not reached."""
+        group = self._epoch_group
+        if group is None or group.epoch.number != epoch.number:
+            self._hang_up("has gone on to the next epoch")
+            group = self._epoch_group = self._group_of(epoch)
+        is_new = self._seat.me.id in epoch.new
+        if self._opened and self._of is not None and self._of.ids() != epoch.ids():
+            of_other_ranks(self._runtime.memory)
+        try:
+            group.connect()
+            state = self._pass_state(group, epoch)
+            if state is not None:
+                self._take_values(state)
+            self._open(group, again=self._opened)
+            if not self._opened:
+                self._begin_once()
+                self._runtime.memory.undoes = self._opened = True
+            if state is not None and state["link"] is not None:
+                self._take_state(state["link"])
+            self._compare_state()
+        except (RankMismatchError, IncompatibleError):
+            if is_new or not epoch.new:
+                self.depart()
+                raise
+            return epoch.new
+        except (ExchangeError, PayloadError, RuntimeError, dist.DistError) as error:
+            logging.getLogger("gradwire").info("epoch %d: not all members met: %s", epoch.number, error)
+            return group.missed()
+        before, left = self._of, set()
+        if before is not None:
+            for id in set(before.ids()) - set(epoch.ids()):
+                told = self._party.board.get(p.report_key(before.number, id), EpochReport)
+                left |= {id} if told is not None and told.leaving else set()
+        seconds = 0.0 if self._broken_s is None else time.monotonic() - self._broken_s
+        self._party.note(before, epoch, left, seconds, self.method.traits.waiting in self.method.traits.remembers)
+        self._of, self._broken_s = epoch, None
+        return None
+
+
+def _has_scopes(method: Method) -> bool:
+    try:
+        return bool(method.scopes(64))
+    except GradwireError:
+        return True
+
+
+COUNTED = (
+    "epochs", "broken_rounds", "lost", "left", "joined", "left_out", "residuals_lost", "residuals_handed",
+    "digests_compared", "digests_differed",
+)  # fmt: skip
+"""Counts in :meth:`MembershipLink.diagnostics`."""
+
+
+def _keep(look: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Look for what has changed, as long as the link exists."""
+    while (call := look()) is not None:
+        call()
+        del call
+        time.sleep(LOOK_S)

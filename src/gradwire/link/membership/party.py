@@ -1,0 +1,179 @@
+"""What a worker holds of its membership: its records, its place, its settings, and what happened so far."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gradwire.errors import IncompatibleError
+from gradwire.link.membership.board import Board
+from gradwire.link.membership.protocol import Seat
+from gradwire.link.membership.records import MOST_NAME, Epoch, Member, new_id
+
+MOST_CHANGES = 1000
+"""Number of changes that a worker remembers."""
+
+
+class Stateful(Protocol):
+    """Has a state of numbers, strings, tensors, lists, tuples and dicts, which a new member takes over."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take over a state."""
+
+
+class Follower(Protocol):
+    """The link of a membership."""
+
+    @property
+    def close(self) -> Callable[[], object]:
+        """Ends the threads and connections."""
+
+    def settle(self) -> None:
+        """Agree with the others on who is there, if that has changed."""
+
+    def depart(self) -> None:
+        """Leave now."""
+
+
+@dataclass(frozen=True)
+class MemberChange:
+    """A change of the members.
+
+    Attributes:
+        epoch: Number of the epoch that began with it.
+        round: Number of rounds that counted.
+        members: Names of the members by rank.
+        lost: Names of those that are no longer there and had not said so.
+        left: Names of those that left by their own word.
+        joined: Names of those that were taken in.
+        seconds: Time from the end of the epoch before, as this worker noticed it, until all had met.
+    """
+
+    epoch: int
+    round: int
+    members: tuple[str, ...]
+    lost: tuple[str, ...]
+    left: tuple[str, ...]
+    joined: tuple[str, ...]
+    seconds: float
+
+
+class Party:
+    """A worker's part in a membership.
+
+    Args:
+        board: The records.
+        name: Name of this worker in messages; host and process if None.
+        least: Number of workers that found a training.
+        grace_s: Time that members wait for one another's reports when an epoch has ended.
+        silence_s: Time without a sign of life after which a member counts as gone.
+        patience_s: Time that a worker waits to be taken in.
+
+    Attributes:
+        seat: The place of this worker.
+        carried: Objects whose state a new member takes over, by name, beside that of the link.
+        changes: The latest changes of the members.
+        counts: Numbers of repeated rounds, lost members, members that left, members that joined, residuals lost and
+            handed over, and times that this worker was left out.
+        lock: Held while the protocol runs.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        *,
+        name: str | None,
+        least: int,
+        grace_s: float,
+        silence_s: float,
+        patience_s: float,
+    ) -> None:
+        self.board, self.least = board, least
+        self.grace_s, self.silence_s, self.patience_s = grace_s, silence_s, patience_s
+        told = f"{socket.gethostname()}:{os.getpid()}" if name is None else name
+        self.seat = Seat(Member(new_id(), "".join(c for c in told if c.isprintable())[:MOST_NAME]))
+        self.carried: dict[str, Stateful] = {}
+        self.changes: deque[MemberChange] = deque(maxlen=MOST_CHANGES)
+        self.counts: Counter[str] = Counter()
+        self.lock = threading.RLock()
+        self._link: Callable[[], Follower | None] | None = None
+
+    @property
+    def link(self) -> Follower | None:
+        """The link that follows the members; None before it is made and after it was collected."""
+        return None if self._link is None else self._link()
+
+    def take_link(self, link: Follower) -> None:
+        """Note that a link is made.
+
+        Raises:
+            IncompatibleError: there was one.
+        """
+        if self._link is not None:
+            raise IncompatibleError(
+                "this membership has a link already: all parameters of a training belong to one link, or call "
+                "gradwire.join once for each"
+            )
+        self._link = weakref.ref(link)
+
+    def carry(self, **things: Stateful) -> None:
+        """Hand the state of further objects to new members, such as a scheduler; all members carry the same names.
+
+        The optimizer that was given to the link, and a sampler, are carried anyway.
+
+        Args:
+            things: Objects with ``state_dict()`` and ``load_state_dict()``, whose states hold numbers, strings,
+                tensors, lists, tuples and dicts.
+        """
+        self.carried.update(things)
+
+    def carried_state(self) -> dict[str, Any]:
+        """Return the state of all carried objects by name."""
+        return {name: thing.state_dict() for name, thing in self.carried.items()}
+
+    def load_carried(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of all carried objects.
+
+        Raises:
+            IncompatibleError: other objects are carried elsewhere.
+        """
+        if state.keys() != self.carried.keys():
+            raise IncompatibleError(
+                f"this worker carries {sorted(self.carried)}, and the other members {sorted(state)}: carry the same "
+                "on all of them"
+            )
+        for name, thing in self.carried.items():
+            thing.load_state_dict(state[name])
+
+    def note(self, before: Epoch | None, epoch: Epoch, left: set[str], seconds: float, kept_residuals: bool) -> None:
+        """Note that the members of an epoch have met."""
+        names = {member.id: member.name for member in (*(before.members if before else ()), *epoch.members)}
+        gone = [id for id in (before.ids() if before else ()) if id not in epoch.ids()]
+        lost = tuple(names[id] for id in gone if id not in left)
+        parted = tuple(names[id] for id in gone if id in left)
+        joined = tuple(names[id] for id in epoch.ids() if before is not None and id not in before.ids())
+        self.counts.update(epochs=1, lost=len(lost), left=len(parted), joined=len(joined))
+        if kept_residuals:
+            self.counts["residuals_lost"] += len(lost)
+        members = tuple(member.name for member in epoch.members)
+        self.changes.append(MemberChange(epoch.number, epoch.round, members, lost, parted, joined, seconds))
+        named_by = {"lost": lost, "left": parted, "new": joined}
+        told = [f"{what} {', '.join(some)}" for what, some in named_by.items() if some]
+        logging.getLogger("gradwire").info(
+            "epoch %d from round %d with %d members%s, after %.2f s",
+            epoch.number,
+            epoch.round,
+            len(members),
+            "".join(f"; {part}" for part in told),
+            seconds,
+        )

@@ -1,0 +1,316 @@
+"""The protocol of a membership: how members take a round together, and who goes on after one of them is gone.
+
+Like every protocol of gradwire it does no input or output. It yields requests, and whoever runs it sends back their
+replies: a real member with a store and connections, or a test that explores all orders and faults.
+
+A round has two phases. First the members exchange; then each that holds the mean tells all others so, by its *vote*.
+The round *counts* for a member when it has the votes of all, and only then is anything applied. If either phase breaks,
+the member closes its connections, so that the phase breaks for all who have not ended it, and writes a *report*: how
+many rounds it holds. The next *epoch* is agreed by a comparison and exchange in the store: it has the members of which
+reports were found within a grace, and its first round is the least number of rounds that any of them holds.
+
+- A round that counted for one member is held by all, since all have voted. So it counts for all members of the next
+  epoch, too: nobody has to take back what it has applied.
+- A round that not all members of the next epoch hold has counted for nobody. They take it again, without those that
+  are gone, each with the gradient that it still has.
+- A member that finds itself left out (it was stopped, or cut off, for longer than the grace) has to come again, and
+  receives the state of the others in place of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gradwire.link.membership.records import Epoch, EpochReport, Member, new_id
+from gradwire.link.membership.steps import (
+    FIRST,
+    Ask,
+    Await,
+    Break,
+    Collect,
+    Count,
+    Exchange,
+    Founders,
+    Hand,
+    LeftOut,
+    Meet,
+    Propose,
+    Put,
+    Requests,
+    StateLost,
+    Steps,
+    Undo,
+    Vote,
+    Word,
+    epoch_key,
+    named_key,
+    report_key,
+)
+
+MOST_ADOPTED = 256
+"""Number of epochs that a member remembers."""
+
+
+def next_epoch(epoch: Epoch, reports: Mapping[str, EpochReport]) -> Epoch:
+    """Return the epoch after one that broke, with the members that have reported.
+
+    If the epoch broke before all had met, of two members of which one could not reach the other only the earlier one
+    stays: otherwise they would fail to meet for ever.
+    """
+    alive = [member for member in epoch.members if member.id in reports and not reports[member.id].leaving]
+    order = {member.id: place for place, member in enumerate(alive)}
+    dropped: set[str] = set()
+    for member in alive:
+        report = reports[member.id]
+        for missed in () if report.met else report.missed:
+            if missed in order and not dropped & {missed, member.id}:
+                dropped.add(max(missed, member.id, key=order.__getitem__))
+    alive = [member for member in alive if member.id not in dropped]
+    told = [reports[member.id] for member in alive]
+    holders = [report for report in told if report.holds]
+    if not holders and told and epoch.round == 0:
+        # Nothing has been learnt yet: the first worker's parameters are as good as any.
+        holders = told[:1]
+    if not holders:
+        alive = []
+    ids = {report.id for report in holders}
+    return Epoch(
+        number=epoch.number + 1,
+        members=tuple(alive),
+        new=tuple(member.id for member in alive if member.id not in ids),
+        round=min((report.held for report in holders), default=0),
+        position=max((report.position for report in told), default=0),
+        previous=epoch.digest(),
+    )
+
+
+def changed_epoch(
+    epoch: Epoch, leavers: Sequence[str], joining: Sequence[Member], round: int, position: int, reserve: int = 0
+) -> Epoch:
+    """Return the epoch after one in which members leave by their own word, or others are taken in."""
+    stay = tuple(member for member in epoch.members if member.id not in leavers)
+    new = tuple(member for member in joining if member.id not in epoch.ids())
+    position += reserve * len(new)
+    return Epoch(
+        epoch.number + 1, stay + new, tuple(m.id for m in new), round, position, reserve, previous=epoch.digest()
+    )
+
+
+class Seat:
+    """The place of one worker in a training: what it knows, and the steps by which it changes.
+
+    Attributes:
+        me: This worker; another member each time it comes in.
+        epoch: The epoch that it belongs to; None before the first.
+        rounds: Number of rounds that count.
+        held: Number of rounds whose outcome it holds: ``rounds``, or one more.
+        holds: True if it has the state of the training.
+        leaving: Set it to leave after the current round.
+        left: True once it has left.
+        position: Samples of the data that were handed out, over all members.
+        reserve: Samples to hand out to each worker that is taken in, for the round that the others have begun.
+        adopted: The latest epochs that it has adopted, the last one last.
+    """
+
+    def __init__(self, me: Member) -> None:
+        self.me = me
+        self.epoch: Epoch | None = None
+        self.adopted: deque[Epoch] = deque(maxlen=MOST_ADOPTED)
+        self.rounds = self.held = self.position = self.reserve = 0
+        self.holds = self.leaving = self.left = False
+        self._changes: tuple[str, ...] | None = None
+        self._has_met = False
+
+    @property
+    def current(self) -> Epoch:
+        """The epoch that it belongs to.
+
+        Raises:
+            LeftOut: it belongs to none.
+        """
+        if self.epoch is None:
+            raise LeftOut
+        return self.epoch
+
+    def again(self, id: str | None = None) -> None:
+        """Become another member, without state, in order to come in again."""
+        self.me = replace(self.me, id=new_id() if id is None else id)
+        self.epoch, self._changes, self._has_met = None, None, False
+        self.rounds = self.held = 0
+        self.holds = self.leaving = False
+        self.adopted.clear()
+
+    # ------------------------------------------------------------------ coming in
+
+    def enter(self) -> Steps[None]:
+        """Found a training with the others that have asked, or be taken into one.
+
+        Raises:
+            LeftOut: it was named, but the members went on without it before it had met them.
+            StateLost: no member with the state is left.
+        """
+        yield Ask(self.me)
+        epoch: Epoch | None = None
+        founders: tuple[Member, ...] = yield Founders()
+        if founders:
+            first = Epoch(1, founders, tuple(member.id for member in founders[1:]))
+            epoch = yield Propose(FIRST, first)
+        else:
+            # Another founder may have named this one.
+            epoch = yield Await(FIRST, for_ever=True)
+        if epoch is None or self.me.id not in epoch.ids():
+            epoch = yield Await(named_key(self.me.id), for_ever=True)
+        if epoch is None:
+            raise LeftOut
+        yield from self._adopt(epoch)
+        yield from self._meet()
+
+    # ------------------------------------------------------------------ a round
+
+    def round(self) -> Steps[None]:
+        """Take the next round with the others; when it returns the round counts, or this member has left.
+
+        Raises:
+            LeftOut: the members go on without this one; :meth:`again` and :meth:`enter` bring it back.
+            StateLost: no member with the state is left.
+        """
+        yield from self.change()
+        if not self._has_met:
+            yield from self._meet()
+        wanted = self.rounds + 1
+        while True:
+            words: tuple[Word, ...] | None = None
+            if (yield Exchange(self.rounds)):
+                self.held = wanted
+                words = yield Vote(self.rounds, (yield from self._word()))
+            if words is not None:
+                yield from self._count(wanted)
+                self.position = max(self.position, *(word.position for word in words))
+                yield from self._note(words)
+                return
+            yield from self._recover()
+            yield from self._meet()
+            if self.rounds == wanted:
+                return
+
+    def recover(self) -> Steps[None]:
+        """Between two rounds, agree on the next epoch when this one has broken; the next round meets in it.
+
+        Raises:
+            LeftOut, StateLost: as :meth:`round`.
+        """
+        yield from self._recover()
+
+    def follow(self, epoch: Epoch) -> Steps[None]:
+        """Between two rounds, adopt the next epoch when others have begun it; the next round meets in it.
+
+        Raises:
+            LeftOut, StateLost: as :meth:`round`.
+        """
+        yield Break()
+        yield from self._adopt(epoch)
+
+    def change(self) -> Steps[None]:
+        """Go into the next epoch, if the last round's votes said so; call it when that round has been applied.
+
+        Raises:
+            LeftOut, StateLost: as :meth:`round`.
+        """
+        leavers, self._changes = self._changes, None
+        if leavers is None:
+            return
+        epoch = self.current
+        stay = [member.id for member in epoch.members if member.id not in leavers]
+        yield Put(report_key(epoch.number, self.me.id), self.report())
+        following: Epoch | None
+        if stay[0] == self.me.id:
+            joining: tuple[Member, ...] = yield Requests()
+            changed = changed_epoch(epoch, leavers, joining, self.rounds, self.position, self.reserve)
+            following = yield Propose(epoch_key(changed.number), changed)
+        else:
+            following = yield Await(epoch_key(epoch.number + 1))
+        yield Break()
+        if following is None:
+            yield from self._agree(self.report())
+        else:
+            yield from self._adopt(following)
+        yield from self._meet()
+
+    # ------------------------------------------------------------------ parts
+
+    def _word(self) -> Steps[Word]:
+        joins = False
+        if self.current.members[0].id == self.me.id:
+            joins = bool((yield Requests()))
+        return Word(self.leaving, joins, self.position)
+
+    def _note(self, words: Sequence[Word]) -> Steps[None]:
+        """Note the changes that the votes of a round announce; if this member leaves, leave."""
+        members = self.current.members
+        leavers = tuple(member.id for member, word in zip(members, words) if word.leaving)
+        if not leavers and not words[0].joins:
+            return
+        heir = next((member.id for member in members if member.id not in leavers), None)
+        if leavers and heir is not None:
+            yield Hand(leavers, heir)
+        if self.me.id in leavers:
+            yield Put(report_key(self.current.number, self.me.id), self.report())
+            yield Break()
+            self.left = True
+            return
+        self._changes = leavers
+
+    def _count(self, rounds: int) -> Steps[None]:
+        yield Count(rounds - 1)
+        self.rounds = rounds
+
+    def _recover(self, missed: tuple[str, ...] = ()) -> Steps[None]:
+        """Agree with the members that are left on the next epoch, and adopt it."""
+        yield Break()
+        report = self.report(missed)
+        yield Put(report_key(report.number, self.me.id), report)
+        yield from self._agree(report)
+
+    def _agree(self, report: EpochReport) -> Steps[None]:
+        epoch = self.current
+        keys = tuple(report_key(epoch.number, id) for id in epoch.ids() if id != self.me.id)
+        found: tuple[EpochReport, ...] = yield Collect(keys)
+        proposed = next_epoch(epoch, {told.id: told for told in (report, *found)})
+        yield from self._adopt((yield Propose(epoch_key(proposed.number), proposed)))
+
+    def _adopt(self, epoch: Epoch) -> Steps[None]:
+        if self.me.id not in epoch.ids():
+            if not epoch.members and not self.leaving:
+                raise StateLost
+            raise LeftOut
+        if self.holds and self.held < epoch.round:
+            raise LeftOut
+        self.epoch, self._changes, self._has_met = epoch, None, False
+        self.adopted.append(epoch)
+        # The one that took them in may end before it tells them. Founders are named, too: their requests are answered.
+        for id in epoch.ids() if epoch.number == 1 else epoch.new:
+            yield Put(named_key(id), epoch)
+        if self.holds and self.held > epoch.round:
+            yield Undo(epoch.round)
+            self.held = epoch.round
+        elif self.holds and self.rounds < epoch.round:
+            yield from self._count(epoch.round)
+        self.position = max(self.position, epoch.position)
+
+    def _meet(self) -> Steps[None]:
+        """Meet the members of the epoch, or those that are left of them."""
+        while True:
+            epoch = self.current
+            missed: tuple[str, ...] | None = yield Meet(epoch)
+            if missed is None:
+                self.holds, self.rounds, self.held, self._has_met = True, epoch.round, epoch.round, True
+                return
+            yield from self._recover(missed)
+
+    def report(self, missed: tuple[str, ...] = ()) -> EpochReport:
+        """Return this member's report about the end of its epoch."""
+        return EpochReport(
+            self.current.number, self.me.id, self.held, self.holds, self.leaving, self._has_met, self.position, missed
+        )

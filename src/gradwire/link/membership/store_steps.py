@@ -1,0 +1,104 @@
+"""The steps of the protocol that wait for records of others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from gradwire.errors import ExchangeError
+from gradwire.link.failures import WarnOnce
+from gradwire.link.membership.epoch_group import EpochGroup
+from gradwire.link.membership.party import Party
+from gradwire.link.membership.protocol import Seat
+from gradwire.link.membership.records import Epoch, EpochReport, Member, Request
+from gradwire.link.membership.steps import FIRST, epoch_key
+
+LOOK_S = 0.25
+"""Time between two looks for members that are gone, for an epoch that others have begun, and for requests."""
+
+POLL_S = 0.02
+"""Time between two looks for a record that is waited for."""
+
+
+class StoreSteps:
+    """Waits for reports, epochs and requests, in the store of a membership."""
+
+    _party: Party
+    _seat: Seat
+    _terms: str
+    _warnings: WarnOnce
+    _epoch_group: EpochGroup | None
+    _asked_s: tuple[float, tuple[Member, ...]]
+    """When requests were read for the last time, and from whom they were."""
+
+    def _collect(self, keys: Sequence[str]) -> tuple[EpochReport, ...]:
+        board, end_s = self._party.board, time.monotonic() + self._party.grace_s
+        following = epoch_key(self._seat.current.number + 1)
+        found: dict[str, EpochReport] = {}
+        while len(found) < len(keys) and board.get(following, Epoch) is None:
+            for key in keys:
+                report = None if key in found else board.get(key, EpochReport)
+                if report is not None:
+                    found[key] = report
+            if time.monotonic() > end_s:
+                break
+            time.sleep(POLL_S)
+        return tuple(found.values())
+
+    def _awaited(self, key: str) -> Epoch | None:
+        group = self._epoch_group
+        while True:
+            gone = group is None or group.gone()
+            found = self._party.board.get(key, Epoch)
+            if found is not None or gone:
+                return found
+            time.sleep(POLL_S)
+
+    def _named(self, key: str) -> Epoch:
+        board, end_s = self._party.board, time.monotonic() + self._party.patience_s
+        while time.monotonic() < end_s:
+            found = board.get(key, Epoch)
+            if found is not None:
+                return found
+            board.ask(Request(self._seat.me, self._terms))
+            time.sleep(5 * POLL_S)
+        raise ExchangeError(
+            f"no member took this worker ({self._seat.me.name}) in within {self._party.patience_s:.0f} s: the members "
+            "are gone (start the coordinator again without its state, and all workers from a checkpoint), take long "
+            "for a round (join with a larger patience_s), or refused it since it has another version, method, "
+            "option or parameter (their logs say so)"
+        )
+
+    def _founders(self) -> tuple[Member, ...]:
+        board, end_s = self._party.board, time.monotonic() + self._party.patience_s
+        while board.get(FIRST, Epoch) is None:
+            asked = self._requests()
+            if len(asked) >= self._party.least:
+                return asked
+            if time.monotonic() > end_s:
+                raise ExchangeError(
+                    f"{len(asked)} workers came within {self._party.patience_s:.0f} s, and {self._party.least} are "
+                    "needed to begin: start the others, or join with least=1"
+                )
+            board.ask(Request(self._seat.me, self._terms))
+            time.sleep(2 * POLL_S)
+        return ()
+
+    def _requests(self) -> tuple[Member, ...]:
+        """Return the workers that have asked and have the same terms; warn of others."""
+        if time.monotonic() - self._asked_s[0] < LOOK_S:
+            return self._asked_s[1]
+        known = set(self._seat.epoch.ids()) if self._seat.epoch else set()
+        found = []
+        for request in self._party.board.requests():
+            if request.terms == self._terms:
+                found.append(request.member)
+            else:
+                self._warnings.here(
+                    f"refused {request.member.id}",
+                    f"{request.member.name} asked to come in, and has another version of gradwire, method, option or "
+                    "parameter than this member: it was refused",
+                )
+        # Asked in every round, the store would be part of its time.
+        self._asked_s = (time.monotonic(), tuple(member for member in found if member.id not in known))
+        return self._asked_s[1]

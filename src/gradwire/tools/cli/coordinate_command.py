@@ -1,0 +1,64 @@
+"""The command ``gradwire coordinate``."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import gradwire as gw
+from gradwire.errors import GradwireError, HyperparameterError
+from gradwire.tools.cli.show import print_json
+
+MOST_SECRET_BYTES = 1024
+
+
+def coordinate(listen: str, secret_file: Path | None, state: Path | None, *, as_json: bool) -> None:
+    """Keep the store of a membership until the process is told to end."""
+    secret = None if secret_file is None else secret_of(secret_file)
+    made = gw.Coordinator(listen, secret=secret, state=state)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _closing(made))
+    address = f"{socket.gethostname()}:{made.port}"
+    begun = 0 if made.epoch is None else made.epoch.number
+    if as_json:
+        print_json([{"address": address, "port": made.port, "secret": made.secret, "epoch": begun}])
+    else:
+        if begun:
+            print(f"gradwire: going on after epoch {begun}", flush=True)
+        print(f"gradwire: join with GRADWIRE_SECRET={made.secret} and gw.join({address!r})", flush=True)
+    made.serve()
+
+
+def _closing(coordinator: gw.Coordinator) -> Callable[[int, FrameType | None], None]:
+    def close(number: int, frame: FrameType | None) -> None:
+        coordinator.close()
+
+    return close
+
+
+def secret_of(path: Path) -> str:
+    """Return the secret in a file; draw one, and write it for its owner alone, if there is no file.
+
+    Raises:
+        HyperparameterError: the file is empty, too long or not text.
+        GradwireError: it cannot be read or written.
+    """
+    try:
+        if not path.exists():
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(24) + "\n")
+        with path.open("rb") as read:
+            text = read.read(MOST_SECRET_BYTES).decode("ascii").strip()
+    except UnicodeDecodeError:
+        raise HyperparameterError(f"{path} holds no secret: 16 to 64 ASCII characters are needed") from None
+    except OSError as error:
+        raise GradwireError(f"the secret in {path}: {error}") from error
+    if not text:
+        raise HyperparameterError(f"{path} is empty: remove it, and a secret is drawn and written there")
+    return text

@@ -1,0 +1,140 @@
+"""Workers of a membership for tests: a coordinator in this process, and processes that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import gradwire as gw
+from ranks import _context, _load
+
+WAIT_S = 240.0
+
+
+def _worker_main(path: str, name: str, address: str, secret: str, own: str, args: Any, pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("ok", _load(path, name)(address, secret, own, pipe, *args)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    os._exit(0)
+
+
+class Worker:
+    """A worker's process, and what it told."""
+
+    def __init__(self, name: str, process: BaseProcess, pipe: Connection) -> None:
+        self.name, self._process, self._pipe = name, process, pipe
+        self.steps: dict[int, Any] = {}
+        self.result: Any = None
+        self.ended = False
+
+    def read(self, timeout_s: float) -> bool:
+        """Read what it has told; return False if there was nothing."""
+        if self.ended or not self._pipe.poll(timeout_s):
+            return False
+        try:
+            kind, *said = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.ended = True
+            return True
+        if kind == "step":
+            self.steps[said[0]] = said[1]
+        elif kind == "ok":
+            self.result, self.ended = said[0], True
+        else:
+            raise AssertionError(f"worker {self.name}: {said[0]}")
+        return True
+
+    def reach(self, round: int) -> None:
+        """Wait until it has taken a step."""
+        end_s = time.monotonic() + WAIT_S
+        while max(self.steps, default=-1) < round:
+            self.read(0.1)
+            assert not self.ended, f"{self.name} ended after step {max(self.steps, default=-1)}: {self.result}"
+            assert time.monotonic() < end_s, f"{self.name} hangs after step {max(self.steps, default=-1)}"
+
+    def end(self) -> Any:
+        """Wait until it has ended, and return its result; None if it was killed."""
+        end_s = time.monotonic() + WAIT_S
+        while not self.ended:
+            self.read(0.1)
+            assert time.monotonic() < end_s, f"{self.name} hangs after step {max(self.steps, default=-1)}"
+        return self.result
+
+    def tell(self, word: str) -> None:
+        """Send it a word."""
+        self._pipe.send(word)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        if self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def close(self) -> None:
+        """End its process."""
+        self._process.kill()
+        self._process.join()
+
+
+class Crew:
+    """A coordinator and its workers."""
+
+    def __init__(self, state: Path | None = None) -> None:
+        self._state = state
+        self._begin("127.0.0.1:0", None)
+        self.secret = self.coordinator.secret
+        self.port = self.coordinator.port
+        self.workers: list[Worker] = []
+
+    def _begin(self, listen: str, secret: str | None) -> None:
+        self.coordinator = gw.Coordinator(listen, secret=secret, state=self._state)
+        self._thread = threading.Thread(target=self.coordinator.serve, daemon=True)
+        self._thread.start()
+
+    def start(self, name: str, function: Callable[..., Any], *args: Any) -> Worker:
+        """Start a worker that runs a module-level function of the test's file."""
+        ours, theirs = _context().Pipe()
+        told = (function.__code__.co_filename, function.__name__, f"127.0.0.1:{self.port}", self.secret, name, args)
+        process = _context().Process(target=_worker_main, args=(*told, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self.workers.append(Worker(name, process, ours))
+        return self.workers[-1]
+
+    def restart(self) -> None:
+        """End the coordinator, whose store is lost, and start it again."""
+        self.coordinator.close()
+        self._thread.join()
+        del self.coordinator, self._thread
+        gc.collect()
+        self._begin(f"127.0.0.1:{self.port}", None)
+
+    def close(self) -> None:
+        """End everything."""
+        for worker in self.workers:
+            worker.close()
+        self.coordinator.close()
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def crew(state: Path | None = None) -> Iterator[Crew]:
+    """Make a crew for the ``with`` block."""
+    made = Crew(state)
+    try:
+        yield made
+    finally:
+        made.close()

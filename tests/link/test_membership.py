@@ -1,0 +1,241 @@
+"""Trainings whose workers come and go, with real processes: killed, stopped, leaving, joining."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import zlib
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire as gw
+from crew import Crew, Worker, crew
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 14
+EVERY_STEP = (
+    "terngrad",
+    "PowerSGD(matrix_rank=2)",
+    "acp_sgd",
+    "ErrorFeedback(TopK(density=0.1))",
+    "diana",
+    "fp32",
+)
+
+
+def digest(module: nn.Module) -> int:
+    return zlib.crc32(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy().data)
+
+
+def die_in_exchange(at: int) -> None:
+    """End this process by SIGKILL at its ``at``-th operation on a wire."""
+    from gradwire.exchange.drivers.transports.gloo import GlooTransport
+
+    done = [0]
+
+    def counting(usual: Any) -> Any:
+        def counted(*args: Any, **more: Any) -> Any:
+            done[0] += 1
+            if done[0] >= at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return usual(*args, **more)
+
+        return counted
+
+    for name in ("execute", "start"):
+        setattr(GlooTransport, name, counting(getattr(GlooTransport, name)))
+
+
+def train(
+    address: str, secret: str, name: str, pipe: Connection, spec: str, least: int, steps: int, more: dict[str, Any]
+) -> dict[str, Any]:
+    """Train until a round, and tell the digest of the parameters after each."""
+    torch.manual_seed(sum(map(ord, name)))
+    module = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.0 if spec == "diana" else 0.9)
+    # On a busy machine a process may give no sign of life for seconds, and report late.
+    times = {"silence_s": more.get("silence_s", 30.0), "grace_s": more.get("grace_s", 3.0)}
+    membership = gw.join(address, secret=secret, name=name, least=least, **times)
+    sampler = gw.ElasticSampler(1000, membership, 4)
+    drawn: list[list[int]] = []
+    gradients, means = torch.zeros(785, dtype=torch.float64), torch.zeros(785, dtype=torch.float64)
+    with membership:
+        link = gw.Link(module.named_parameters(), spec, group=membership, optimizer=optimizer, min_numel=0)
+        if "die_at" in more:
+            die_in_exchange(more["die_at"])
+        until_told = more.get("until_told", False)
+        local = bool(link.method.traits.local_steps)
+        while not membership.left and (link.round < steps or (until_told and not pipe.poll())):
+            batch = sampler.draw()
+            assert batch is not None
+            drawn.append(batch)
+            draw = torch.Generator().manual_seed(1000 * batch[0])
+            optimizer.zero_grad()
+            module(torch.randn(8, 20, generator=draw)).square().mean().backward()
+            before = link.round
+            if not local:
+                own = torch.cat([p.grad.reshape(-1) for p in module.parameters()])  # type: ignore[union-attr]
+                try:
+                    link.reduce_()
+                except gw.LeftOutError:
+                    continue
+                mean = torch.cat([p.grad.reshape(-1) for p in module.parameters()])  # type: ignore[union-attr]
+                if more.get("sums_until", 0) >= link.round:
+                    gradients, means = gradients + own.double(), means + mean.double()
+            optimizer.step()
+            if link.round != before or not local:
+                pipe.send(("step", link.round, digest(module)))
+            if more.get("sigterm_at") == link.round and not membership.seat.leaving:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(more.get("pause_s", 0.0))
+        found = link.diagnostics()["membership"]
+        traffic = link.traffic().sent_bytes
+        state = link.state_dict()["rank"]
+        parts = [state.get(f"residual/{key}", torch.zeros(p.numel())) for key, p in module.named_parameters()]
+        kept = torch.cat(parts).double().tolist()
+        told = {"round": link.round, "drawn": drawn, "sent": traffic, "left_by_word": membership.left}
+        return {**found, **told, "residual": kept, "gradients": gradients.tolist(), "means": means.tolist()}
+
+
+def begin(workers: Crew, names: str, spec: str, steps: int = STEPS, **of: dict[str, Any]) -> list[Worker]:
+    return [workers.start(name, train, spec, len(names), steps, of.get(name, {})) for name in names]
+
+
+def same_bits(*workers: Worker) -> int:
+    """Check that workers had the same parameters after every round that several of them took; return how many did."""
+    shared = 0
+    for round in {round for worker in workers for round in worker.steps}:
+        found = [worker.steps[round] for worker in workers if round in worker.steps]
+        assert len(set(found)) == 1, f"after round {round}: {found}"
+        shared += len(found) > 1
+    return shared
+
+
+@pytest.mark.parametrize("spec", EVERY_STEP)
+def test_a_worker_killed_in_the_middle_of_a_step_is_left_behind(spec: str) -> None:
+    with crew() as workers:
+        a, b, c = begin(workers, "abc", spec, b={"die_at": 15})
+        assert (c.end()["members"], a.end()["members"], b.end()) == (2, 2, None)
+        assert set(a.steps) == set(c.steps) == set(range(1, STEPS + 1))
+        assert b.steps
+        assert same_bits(a, b, c) == STEPS
+        assert a.result["lost"] == 1
+        traits = gw.method(spec).traits
+        assert a.result["residuals_lost"] == (traits.waiting in traits.remembers)
+
+
+def test_a_stopped_worker_is_left_behind_and_comes_again() -> None:
+    with crew() as workers:
+        soon = {"silence_s": 4.0, "until_told": True}
+        a, b, c = begin(workers, "abc", "terngrad", 0, a=soon, b=soon, c=soon)
+        b.reach(5)
+        b.signal(signal.SIGSTOP)
+        c.reach(max(b.steps) + 12)
+        b.signal(signal.SIGCONT)
+        b.reach(max(c.steps) + 12)
+        for worker in (a, b, c):
+            worker.tell("end")
+        assert all(w.end() for w in (a, b, c))
+        assert b.result["left_out"] >= 1
+        assert same_bits(a, b, c) >= 12
+
+
+def test_a_worker_that_is_told_to_end_leaves_after_its_round_and_hands_over_what_it_has_not_sent() -> None:
+    until = {"sums_until": 6}
+    with crew() as workers:
+        a, b = begin(workers, "ab", "ErrorFeedback(TopK(density=0.1))", 10, a=until, b={**until, "sigterm_at": 5})
+        a.end(), b.end()
+        assert (b.result["left_by_word"], b.result["round"]) == (True, 6)
+        assert (a.result["left"], a.result["lost"], a.result["members"]) == (1, 0, 1)
+        assert (a.result["residuals_handed"], a.result["residuals_lost"]) == (1, 0)
+        assert same_bits(a, b) == 6
+        # What both had of gradients is in the means or in what is left on the one that stays, which is alone since.
+        told = ("gradients", "means", "residual")
+        gradients, means, residual = (torch.tensor([w.result[key] for w in (a, b)]) for key in told)
+        assert torch.equal(means[0], means[1])
+        torch.testing.assert_close(gradients.sum(0), 2 * means[0] + residual[0], rtol=0, atol=1e-6)
+        assert residual[0].norm() > residual[1].norm() > 0
+
+
+def test_a_newcomer_begins_with_the_state_of_the_others() -> None:
+    with crew() as workers:
+        a, b = begin(workers, "ab", "PowerSGD(matrix_rank=2)", 40, a={"pause_s": 0.05})
+        b.reach(5)
+        c = workers.start("c", train, "PowerSGD(matrix_rank=2)", 1, 40, {})
+        assert [w.end()["members"] for w in (a, b, c)] == [3, 3, 3]
+        assert min(c.steps) > 5
+        assert same_bits(a, b, c) == 40
+        assert (a.result["joined"], a.result["lost"], a.result["digests_differed"]) == (1, 0, 0)
+        # No sample came twice in a pass, and none was left out so far.
+        drawn = sorted(i for w in (a, b, c) for batch in w.result["drawn"] for i in batch)
+        assert len(set(drawn)) == len(drawn) < 1000
+
+
+def test_local_steps_follow_their_members() -> None:
+    spec = "DiLoCo(every=3, inner=EDEN(bits=4))"
+    with crew() as workers:
+        a, b, c = begin(workers, "abc", spec, 16, a={"pause_s": 0.03}, b={"die_at": 40})
+        assert b.end() is None
+        d = workers.start("d", train, spec, 1, 16, {})
+        assert [w.end()["members"] for w in (a, c, d)] == [3, 3, 3]
+        assert same_bits(a, b, c, d) == 16
+        assert (a.result["lost"], a.result["joined"]) == (1, 1)
+
+
+def test_without_the_secret_nobody_comes_in() -> None:
+    with crew() as workers:
+        address = f"127.0.0.1:{workers.port}"
+        with pytest.raises(gw.IncompatibleError, match="the secret is not that of the run"):
+            gw.join(address, secret="not the secret of it")
+        with pytest.raises(gw.HyperparameterError, match="GRADWIRE_SECRET"):
+            gw.join(address)
+
+
+def test_a_restarted_coordinator_goes_on_from_its_file(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    with crew(state) as workers:
+        a, b = begin(workers, "ab", "terngrad", 60, a={"pause_s": 0.05})
+        a.reach(5)
+        workers.restart()
+        a.reach(10)
+        b.signal(signal.SIGKILL)
+        a.reach(20)
+        c = workers.start("c", train, "terngrad", 1, 60, {})
+        assert [w.end()["members"] for w in (a, c)] == [2, 2]
+        assert same_bits(a, b, c) > 20
+        assert state.stat().st_mode & 0o077 == 0
+
+
+def test_a_restarted_coordinator_refuses_another_secret_and_a_spoilt_file(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    first = gw.Coordinator("127.0.0.1:0", state=state)
+    with pytest.raises(gw.IncompatibleError, match="another secret"):
+        gw.Coordinator("127.0.0.1:0", secret="0123456789abcdef", state=state)
+    state.write_text("[" * 10000)
+    with pytest.raises(gw.IncompatibleError, match="not the state of a coordinator"):
+        gw.Coordinator("127.0.0.1:0", state=state)
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("dpsgd", "parameters of their own"),
+        ("auto", "tries several"),
+        ("StreamingDiLoCo(every=4, fragments=2, delay=2)", "in flight"),
+        ("Hierarchical(TernGrad(), node_size=2)", "groups of ranks"),
+    ],
+)
+def test_methods_that_cannot_follow_are_refused_before_anybody_waits(spec: str, reason: str) -> None:
+    parameter = nn.Parameter(torch.zeros(10))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    refused = pytest.raises(gw.IncompatibleError, match=reason)
+    with crew() as workers, gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret) as membership, refused:
+        gw.Link([parameter], spec, group=membership, optimizer=optimizer)

@@ -1,0 +1,80 @@
+"""The records of a membership: what they hold, who can write them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+import gradwire as gw
+from gradwire.link.membership.records import MOST_BYTES, Epoch, EpochReport, Member, Request, RunRecord, Seal
+
+SECRET = "0123456789abcdef"
+A, B = Member("a" * 16, "host-1:41"), Member("b" * 16, "host-2:41")
+RECORDS = (
+    Epoch(3, (A, B), (B.id,), 7, 640, 32, "0" * 64),
+    EpochReport(3, A.id, 8, True, False, False, 640, (B.id,)),
+    Request(B, "f" * 64, 7),
+    RunRecord("c" * 16),
+)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_comes_back_under_its_secret_run_key_and_kind_alone(
+    record: Epoch | EpochReport | Request | RunRecord,
+) -> None:
+    kind, seal = type(record), Seal(SECRET, "d" * 16)
+    value = seal.close("here", record).encode()
+    assert seal.open("here", value, kind) == record
+    assert seal.open("there", value, kind) is None
+    assert Seal("another secret!!", "d" * 16).open("here", value, kind) is None
+    assert Seal(SECRET, "e" * 16).open("here", value, kind) is None
+    others = [other for other in (Epoch, EpochReport, Request, RunRecord) if other is not kind]
+    assert all(seal.open("here", value, other) is None for other in others)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_changed_byte_is_not_a_record(record: Epoch | EpochReport | Request | RunRecord) -> None:
+    seal, draw = Seal(SECRET), random.Random(1)
+    value = seal.close("here", record).encode()
+    for _ in range(500):
+        spoilt = bytearray(value)
+        spoilt[draw.randrange(len(value))] ^= 1 << draw.randrange(8)
+        assert seal.open("here", bytes(spoilt), type(record)) is None
+    assert all(seal.open("here", value[:end], type(record)) is None for end in range(len(value)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"number": 0},
+        {"number": True},
+        {"number": 1 << 60},
+        {"members": "ab"},
+        {"members": [{"id": "a" * 16, "name": "x"}] * 2},
+        {"members": [{"id": "../etc", "name": "x"}]},
+        {"members": [{"id": "a" * 16, "name": "x\n"}]},
+        {"new": ["c" * 16]},
+        {"new": [3]},
+        {"new": ["b" * 16, "b" * 16]},
+        {"round": -1},
+        {"position": 0.5},
+        {"previous": "x"},
+        {"more": 1},
+    ],
+)
+def test_a_table_of_another_form_is_refused_also_under_the_secret(change: dict[str, object]) -> None:
+    table = json.loads(Seal(SECRET).close("here", RECORDS[0])[64:]) | change
+    with pytest.raises(ValueError, match=r"is not valid|a table with"):
+        Epoch.read(table)
+
+
+def test_a_long_value_is_refused_before_it_is_read() -> None:
+    assert Seal(SECRET).open("here", b"0" * (MOST_BYTES + 1), RunRecord) is None
+
+
+def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
+    with pytest.raises(gw.HyperparameterError, match="16 to 64 bytes"):
+        Seal("short")
+    assert SECRET not in repr(Seal(SECRET))
