@@ -63,7 +63,7 @@ def test_declared_properties() -> None:
         ("ef-signsdg", "did you mean 'ef_signsgd'"),
         ("terngard", "did you mean 'terngrad'"),
         ("TernGrad(clp=2)", "unknown field 'clp' of TernGrad; did you mean 'clip'"),
-        ("TernGrad(2.5)", "named values only: TernGrad(clip=..., clip_by=..., share_scaler=...)"),
+        ("TernGrad(2.5)", "named values only: TernGrad(clip=..., clip_by=..., share_scaler=..., ahead=...)"),
         ("QSGD(TernGrad())", "named values only: QSGD(levels=..., block_size=..., blocks=...)"),
         (
             "ErrorFeedback(QSGDinf(), 3)",
@@ -173,7 +173,7 @@ def test_a_spec_of_another_number_type_is_the_same_spec() -> None:
     import numpy as np
 
     for clip in (2, 2.0, np.float64(2)):
-        assert repr(gw.TernGrad(clip=clip)) == "TernGrad(clip=2.0, clip_by='rms', share_scaler=True)"
+        assert repr(gw.TernGrad(clip=clip)) == "TernGrad(clip=2.0, clip_by='rms', share_scaler=True, ahead=False)"
 
 
 def test_not_a_spec_at_all() -> None:

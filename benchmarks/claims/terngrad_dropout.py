@@ -1,6 +1,6 @@
 """Dropout, clipping and the last layer under TernGrad: the settings of its ImageNet tables, on a small network.
 
-    python benchmarks/claims/terngrad_dropout.py --data FOLDER --json benchmarks/results/claims/terngrad_dropout.json
+    python benchmarks/claims/terngrad_dropout.py --data FOLDER --json FILE
 
 FOLDER holds CIFAR-10's binary batches. Wen et al., NeurIPS 2017, section 5.2, train AlexNet with a dropout of 0.5 by
 float32, and of 0.2 by TernGrad, since the noise of ternary gradients regularises as well; they clip gradients, and

@@ -13,6 +13,7 @@ SETTINGS = {
         "TernGrad(clip=1.0)",
         "TernGrad(clip_by='std')",
         "TernGrad(share_scaler=False)",
+        "TernGrad(ahead=True)",
     ),
     "qsgd": (
         "QSGD()",

@@ -97,7 +97,7 @@ def test_refusals_say_what_to_do(three_ranks: Any) -> None:
     found = three_ranks(refuse_modules)
     assert found[0] == found[1] == found[2]
     expected = [
-        ("IncompatibleError", "already exchanges by TernGrad(clip=2.5, clip_by='rms', share_scaler=True)"),
+        ("IncompatibleError", "already exchanges by TernGrad(clip=2.5, clip_by='rms', share_scaler=True, ahead=False)"),
         ("IncompatibleError", "another communication hook"),
         ("IncompatibleError", "not Sequential"),
         ("IncompatibleError", "sparse=False"),

@@ -43,7 +43,9 @@ class Runtime(SimpleNamespace):
         super().__init__(
             round=0, rounds_here=0, skipped_rounds=0, elements=0, rank=0, world_size=2, lanes=[lane], grad_scaler=None,
             device=HostDevice(), checks=LateChecks() if late else AT_ONCE, judge=None, link_cost=None, gauges=Gauges(),
-            memory=SimpleNamespace(commit=lambda: note("commit"), discard=lambda: note("discard")),
+            memory=SimpleNamespace(
+                begin=lambda: None, commit=lambda: note("commit"), discard=lambda: note("discard")
+            ),
             diagnostics=SimpleNamespace(wanted=lambda number: False, discount=lambda number: note(f"skip {number}")),
             warnings=SimpleNamespace(once=None, here=None),
             failures=SimpleNamespace(record=self.record, refuse=self.refuse),

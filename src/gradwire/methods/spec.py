@@ -65,7 +65,7 @@ def method(spec: str | Method) -> Method:
 
     Example:
         >>> method("terngrad")
-        TernGrad(clip=2.5, clip_by='rms', share_scaler=True)
+        TernGrad(clip=2.5, clip_by='rms', share_scaler=True, ahead=False)
         >>> method(repr(method("TernGrad(clip=None)"))) == method("TernGrad(clip=None)")
         True
     """

@@ -66,7 +66,7 @@ def _stamp(path: Path) -> tuple[tuple[int, int], ...]:
     return tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 
-class Follower:
+class FollowedFolder:
     """Publishes the checkpoints of a path, one after the other.
 
     The run that is in the place goes on where the checkpoint of its latest step is still there. Otherwise a new run
@@ -121,7 +121,7 @@ def publish(
     source: Path, to: str, *, anchor_every: int, keep_anchors: int, watch: bool, every_s: float, as_json: bool
 ) -> None:
     """Publish checkpoints, once or as they appear."""
-    follower, rows, say = Follower(source, to, anchor_every, keep_anchors), list[dict[str, Any]](), _Teller()
+    follower, rows, say = FollowedFolder(source, to, anchor_every, keep_anchors), list[dict[str, Any]](), _Teller()
 
     def turn() -> None:
         for publication in follower.publish():
