@@ -35,8 +35,8 @@ def _worker_main(path: str, name: str, address: str, secret: str, own: str, args
 class Worker:
     """A worker's process, and what it told."""
 
-    def __init__(self, name: str, process: BaseProcess, pipe: Connection) -> None:
-        self.name, self._process, self._pipe = name, process, pipe
+    def __init__(self, name: str, process: BaseProcess, pipe: Connection, crew: list[Worker]) -> None:
+        self.name, self._process, self._pipe, self._crew = name, process, pipe, crew
         self.steps: dict[int, Any] = {}
         self.result: Any = None
         self.ended = False
@@ -58,11 +58,18 @@ class Worker:
             raise AssertionError(f"worker {self.name}: {said[0]}")
         return True
 
+    def _hear_others(self) -> None:
+        """Read what the others have told: one whose pipe is full stands still, and with it all."""
+        for other in self._crew:
+            while other.read(0.0) and not other.ended:
+                pass
+
     def reach(self, round: int) -> None:
         """Wait until it has taken a step."""
         end_s = time.monotonic() + WAIT_S
         while max(self.steps, default=-1) < round:
             self.read(0.1)
+            self._hear_others()
             assert not self.ended, f"{self.name} ended after step {max(self.steps, default=-1)}: {self.result}"
             assert time.monotonic() < end_s, f"{self.name} hangs after step {max(self.steps, default=-1)}"
 
@@ -71,6 +78,7 @@ class Worker:
         end_s = time.monotonic() + WAIT_S
         while not self.ended:
             self.read(0.1)
+            self._hear_others()
             assert time.monotonic() < end_s, f"{self.name} hangs after step {max(self.steps, default=-1)}"
         return self.result
 
@@ -111,7 +119,7 @@ class Crew:
         process = _context().Process(target=_worker_main, args=(*told, theirs), daemon=True)
         process.start()
         theirs.close()
-        self.workers.append(Worker(name, process, ours))
+        self.workers.append(Worker(name, process, ours, self.workers))
         return self.workers[-1]
 
     def restart(self) -> None:

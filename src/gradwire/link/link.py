@@ -123,7 +123,7 @@ class Link(LinkState, LocalStepsUser):
         options: LinkOptions,
     ) -> None:  # fmt: skip
         """Keep what the user asked for, unchecked: ranks tell one another what is wrong with it."""
-        self._asked = (list(parameters), method, LANES if lanes is None else lanes, options)
+        self._asked = (parameters, method, LANES if lanes is None else lanes, options)
         self.grad_scaler, self.optimizer = grad_scaler, optimizer
         self.number = LinkNumber()
         self._diagnostics, self._warnings = Diagnostics(scaled=bool(grad_scaler)), WarnOnce()
@@ -177,7 +177,9 @@ class Link(LinkState, LocalStepsUser):
 
     def _take_terms(self, mine: Terms) -> int:
         """Fill in this rank's terms of an agreement; return the number of lanes."""
-        parameters, method, count, options = self._asked
+        given, method, count, options = self._asked
+        parameters = list(given)
+        self._asked = (parameters, method, count, options)
         self.method = read_method(method)
         check_scaler(self.grad_scaler)
         self.options = Options.of(options)

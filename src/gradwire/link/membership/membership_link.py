@@ -72,7 +72,7 @@ class MembershipLink(StoreSteps, PassingLink):
         **options: Unpack[LinkOptions],
     ) -> None:
         self._party, self._seat = group, group.seat
-        self._ask(parameters, method, lanes, grad_scaler, optimizer, options)
+        self._ask(list(parameters), method, lanes, grad_scaler, optimizer, options)
         self._terms = self._checked()
         group.take_link(self)
         # A newcomer that compiles lets all others wait.
