@@ -69,8 +69,9 @@ def check_delay_and_loss(lab: Network, serving: Any) -> None:
     serving(lab, 1, "echo", "serve", PORT)
     times_ms = [float(word) for word in run_on(lab, 0, "echo", "ask", lab.address(1), PORT, 2000, 1.0).split()]
     assert min(times_ms) >= 2 * 5.0
-    # An answer comes with a probability of 0.81: within 5 standard deviations of 1620.
-    assert 1530 < len(times_ms) < 1710
+    # An answer comes with a probability of 0.81: within 5 standard deviations of 1620. A busy machine also drops
+    # datagrams where a program does not empty its socket in time: 40 more.
+    assert 1490 < len(times_ms) < 1710
 
 
 def test_answers_take_two_delays_and_frames_are_lost(serving: Any) -> None:

@@ -146,7 +146,8 @@ def test_a_rate_spreads_frames_over_time_and_drops_what_does_not_fit_its_queue(o
     # What arrives while the queue is being emptied finds room: more than 66 pass if the loop was held up.
     assert len(marks) == found["written_frames"] >= 66
     assert took_ms >= len(marks) - 17
-    assert 0.045 < found["longest_wait_s"] <= 0.05
+    # A sender that is held up lets the queue empty by as long: half of its 50 ms are left for that.
+    assert 0.025 < found["longest_wait_s"] <= 0.05
 
 
 def test_lost_frames_are_counted_and_the_rest_arrives(opened: list[Hosts]) -> None:
