@@ -123,6 +123,7 @@ class MembershipLink(StoreSteps, PassingLink):
             try:
                 self._raise_problem()
                 self._run(self._seat.round())
+                self._be_seen()
             except p.LeftOut:
                 self._come_again()
                 if not self.method.traits.local_steps:
@@ -227,21 +228,24 @@ class MembershipLink(StoreSteps, PassingLink):
             seat = self._seat
             if seat.epoch is None or seat.left or self._problem is not None or group is not self._epoch_group:
                 return
-            before = seat.epoch
             try:
                 if lost:
                     self._run(seat.recover())
                 else:
-                    following = self._party.board.get(p.epoch_key(before.number + 1), Epoch)
+                    following = self._party.board.get(p.epoch_key(seat.epoch.number + 1), Epoch)
                     if following is not None:
                         self._run(seat.follow(following))
+                self._be_seen()
             except (p.LeftOut, p.StateLost, GradwireError) as problem:
                 self._problem = problem
-            if self._problem is None and seat.epoch is not before:
-                # The others see that this member is alive, long before its next round.
-                self._epoch_group = self._group_of(seat.current)
         finally:
             self._lock.release()
+
+    def _be_seen(self) -> None:
+        """Let the members of an epoch that has not met yet see that this one is alive, long before its next round."""
+        group, epoch = self._epoch_group, self._seat.epoch
+        if epoch is not None and not self._seat.left and (group is None or group.epoch.number != epoch.number):
+            self._epoch_group = self._group_of(epoch)
 
     # ------------------------------------------------------------------ the protocol's steps
 

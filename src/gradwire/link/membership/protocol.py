@@ -191,9 +191,10 @@ class Seat:
                 yield from self._note(words)
                 return
             yield from self._recover()
-            yield from self._meet()
             if self.rounds == wanted:
+                # Others have counted the round and may have applied it: this member meets them when it has, too.
                 return
+            yield from self._meet()
 
     def recover(self) -> Steps[None]:
         """Between two rounds, agree on the next epoch when this one has broken; the next round meets in it.
