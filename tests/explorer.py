@@ -44,6 +44,12 @@ is not what was sent."""
 
 LEAVES = "told to leave"
 
+
+@dataclass(frozen=True)
+class Apply:
+    """A member applies the round that counts for it: what the optimizer does after the exchange has returned."""
+
+
 ALL = 0
 """Number that stands for all epochs: the process has ended."""
 
@@ -84,7 +90,7 @@ class State:
         told: For each member, what it was told so far.
         ended: For each member, how it ended; None while it runs.
         data: For each member, the state that it has: the epoch in which each round was exchanged.
-        draft: For each member, the epoch of the round that it holds and that does not count yet.
+        draft: For each member, the epoch of the round that it holds and has not applied.
         store: Records by key.
         asks: Workers that have asked, in order.
         entered: What members have sent in a phase of an epoch: (epoch, phase, round, id) and the message.
@@ -131,7 +137,7 @@ class Explorer:
     def __init__(self, case: Case) -> None:
         self.case, self.letters = case, case.founded + case.comers
         self.found = Explored()
-        self._known: dict[tuple[int, tuple[Any, ...]], tuple[Step | None, Seat, str | None]] = {}
+        self._known: dict[tuple[int, tuple[Any, ...]], tuple[Step | Apply | None, Seat, str | None]] = {}
 
     def explore(self) -> Explored:
         """Visit all states.
@@ -170,6 +176,7 @@ class Explorer:
                     yield from seat.enter()
                 while seat.rounds < self.case.rounds and not seat.left:
                     yield from seat.round()
+                    yield Apply()
             except LeftOut:
                 if seat.leaving:
                     return "left"
@@ -184,7 +191,7 @@ class Explorer:
             return "left" if seat.left else "done"
         return "out"
 
-    def _at(self, index: int, told: tuple[Any, ...]) -> tuple[Step | None, Seat, str | None]:
+    def _at(self, index: int, told: tuple[Any, ...]) -> tuple[Step | Apply | None, Seat, str | None]:
         """Return what a member asks for after it was told something, its seat, and how it ended."""
         key = (index, told)
         if key not in self._known:
@@ -212,7 +219,7 @@ class Explorer:
         for i in running:
             step, _, _ = self._at(i, state.told[i])
             # These concern the member alone, or only allow others more: their order does not matter.
-            if isinstance(step, Count | Undo | Break | Hand):
+            if isinstance(step, Count | Apply | Undo | Break | Hand):
                 yield from self._answered(state, i)
                 return
         for i in running:
@@ -263,6 +270,9 @@ class Explorer:
             yield self._tell(state, i, None, gone=state.gone | {(number, me)})
         elif isinstance(step, Count):
             yield self._counted(state, i, step)
+        elif isinstance(step, Apply):
+            data = state.data[i] if state.draft[i] is None else (*state.data[i], state.draft[i])
+            yield self._tell(state, i, None, data=_put(state.data, i, data), draft=_put(state.draft, i, None))
         elif isinstance(step, Undo):
             if len(state.data[i]) != step.round:
                 raise Wrong(f"{me[0]} takes back round {step.round}, which it has applied")
@@ -317,9 +327,7 @@ class Explorer:
         other = [epoch for round, epoch in state.counted if round == step.round and epoch != draft]
         if other:
             raise Wrong(f"round {step.round} counts as it was exchanged in epochs {draft} and {other}")
-        data = _put(state.data, i, (*state.data[i], draft))
-        counted = state.counted | {(step.round, draft)}
-        return self._tell(state, i, None, data=data, draft=_put(state.draft, i, None), counted=counted)
+        return self._tell(state, i, None, counted=state.counted | {(step.round, draft)})
 
     def _faulted(self, state: State, i: int) -> Iterator[State]:
         step, seat, _ = self._at(i, state.told[i])
@@ -356,7 +364,7 @@ class Explorer:
                 raise Wrong(f"{self.letters[i]} waits for ever in {step}; the others: {state.ended}")
 
 
-def _waits_outside(step: Step | None) -> bool:
+def _waits_outside(step: Step | Apply | None) -> bool:
     return isinstance(step, Founders) or (isinstance(step, Await) and step.for_ever)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 
 import pytest
 
 import gradwire as gw
+from gradwire.link.membership.board import Board
 from gradwire.link.membership.records import MOST_BYTES, Epoch, EpochReport, Member, Request, RunRecord, Seal
 
 SECRET = "0123456789abcdef"
@@ -78,3 +80,23 @@ def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
     with pytest.raises(gw.HyperparameterError, match="16 to 64 bytes"):
         Seal("short")
     assert SECRET not in repr(Seal(SECRET))
+
+
+def test_a_request_is_found_that_was_written_after_others_had_seen_its_number() -> None:
+    coordinator = gw.Coordinator("127.0.0.1:0")
+    serving = threading.Thread(target=coordinator.serve, daemon=True)
+    serving.start()
+    try:
+        asking, looking = (Board("127.0.0.1", coordinator.port, coordinator.secret) for _ in range(2))
+        # As where the two steps of a request are far apart, since the machine was busy between them.
+        assert asking._do(lambda store: store.add("asks", 1)) == 1
+        assert looking.requests() == []
+        asking._asked = 1, B.id, 0
+        record = Request(B, "f" * 64)
+        asking._do(lambda store: store.set("ask/1", asking.seal.close("ask/1", record)))
+        assert looking.requests() == []  # one that does not beat may have ended long ago
+        asking.ask(record)
+        assert [request.member for request in looking.requests()] == [B]
+    finally:
+        coordinator.close()
+        serving.join()

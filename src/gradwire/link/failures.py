@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -86,6 +87,15 @@ class Failures:
         """Begin anew without an error, over other connections."""
         self.error: GradwireError | None = None
         self.circle, self._lanes = circle, lanes
+        circle.break_by(weakref.WeakMethod(self.break_off))
+
+    def break_off(self) -> None:
+        """Break off what the lanes still wait for, after a rank was lost: Gloo may never end it."""
+        for lane in self._lanes:
+            if lane.busy:
+                # A transport that has no such means ends its operations by itself.
+                with contextlib.suppress(TypeError):
+                    lane.abort()
 
     def record(self, error: Exception, where: str) -> GradwireError:
         """Turn an exception into the link's error, and report it to the other ranks."""

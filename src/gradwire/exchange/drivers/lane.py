@@ -1,4 +1,4 @@
-"""Lanes: threads with connections of their own that run generators, and the order of their transfers."""
+"""Lanes: threads with connections of their own that run generators."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -17,56 +18,20 @@ import torch.distributed as dist
 
 from gradwire.errors import PayloadError
 from gradwire.exchange.drivers.traffic import Meter, Trace, large, op_bytes, profiled
+from gradwire.exchange.drivers.transfer_order import TransferOrder
 from gradwire.exchange.drivers.transports import Connect, GlooTransport, Transport
 from gradwire.exchange.ops import Exchange, Op, Reduce, Scope
 
 LANES = 2
 """Default number of lanes on CPU, where a lane's thread computes and sends in turn."""
 
-
-class TransferOrder:
-    """The order in which jobs send large rows, on any lane: one at a time, and of those that wait the earliest.
-
-    So a bucket's rows have the network for themselves while other buckets compute, or wait for messages: two transfers
-    at once congest the receivers, each takes as long as both, and neither bucket is done early. While a bucket's rows
-    travel, or its mean is computed, the next bucket's may leave.
-
-    There is no deadlock if a job that has its turn waits for nothing but that its rows are sent, and posts its own
-    receives before it asks for a turn: the other ranks then post theirs without a turn.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._next = 0
-        self._waiting: set[int] = set()
-        self._sending = False
-
-    def take(self) -> int:
-        """Return the next ticket; tickets are in the order in which jobs were submitted."""
-        with self._changed:
-            self._next += 1
-            return self._next
-
-    @contextlib.contextmanager
-    def turn(self, ticket: int) -> Iterator[None]:
-        """Wait until no other job sends and no earlier one waits, and let no other one send meanwhile."""
-        with self._changed:
-            self._waiting.add(ticket)
-            self._changed.wait_for(lambda: not self._sending and min(self._waiting) == ticket)
-            self._waiting.discard(ticket)
-            self._sending = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._sending = False
-                self._changed.notify_all()
-
-
 T = TypeVar("T")
 
 CLOSE_S = 2.0
 """Time that :meth:`Lane.close` waits for a job that is running."""
+
+BROKEN_S = 0.2
+"""Time that a job has to notice that its connections were broken."""
 
 
 class WireError(Exception):
@@ -88,20 +53,28 @@ class Future(Generic[T]):
         fail: Called with the exception that the generator or ``then`` raised.
 
     Attributes:
+        at_once: True if the thread of the lane takes no part in it.
         error: The exception, once one was raised.
         done: True once the generator has ended.
     """
 
-    def __init__(self, then: Callable[[T], object] = _ignore, fail: Callable[[Exception], object] = _ignore) -> None:
-        self._then, self._fail = then, fail
+    def __init__(
+        self,
+        then: Callable[[T], object] = _ignore,
+        fail: Callable[[Exception], object] = _ignore,
+        at_once: bool = False,
+    ) -> None:
+        self._then, self._fail, self.at_once = then, fail, at_once
         self._value: Any = None
         self.error: Exception | None = None
         self.done = False
-        self._going = threading.Lock()
+        self._going, self._first = threading.Lock(), threading.Lock()
         self._going.acquire()
 
     def end(self, value: T | None, error: Exception | None = None) -> None:
-        """Set the value that the generator returned, or the exception that it raised, once."""
+        """Set the value that the generator returned, or the exception that it raised; the first call counts."""
+        if not self._first.acquire(blocking=False):
+            return
         if error is None:
             try:
                 self._then(value)  # type: ignore[arg-type]
@@ -175,6 +148,9 @@ class Lane:
         self.name, self._label = name, ""
         self.trace: Trace | None = None
         self._begun = threading.Lock()
+        self._futures: deque[Future[Any]] = deque()
+        self._was_stuck: list[object] = []
+        self._given_up = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -206,8 +182,13 @@ class Lane:
                 lane's thread and queue are not used, since switching threads costs more than the exchange of a small
                 bucket. The lane must be idle, or run only such generators.
         """
-        future = Future(then, fail)
-        if at_once:
+        future = Future(then, fail, at_once)
+        while self._futures and self._futures[0].done:
+            self._futures.popleft()
+        self._futures.append(future)
+        if self._given_up:
+            future.end(None, WireError("the connections of this lane were broken off"))
+        elif at_once:
             self._start(generator, future)
         else:
             self._jobs.put((self._turns.take(), label, wait, [first, generator] if first else [generator], future))
@@ -217,21 +198,47 @@ class Lane:
         """Close the connections once the lane is idle."""
         self.run(_nothing(), wait=self._hang_up)
 
+    @property
+    def busy(self) -> bool:
+        """Whether an exchange has not ended."""
+        return any(not future.done for future in list(self._futures))
+
     def abort(self) -> None:
         """Break the connections now, from any thread: what waits for a message raises.
+
+        A later call gives up what waits still for what it did at the earlier one: its future ends with an error, and
+        the thread is left alone. Gloo forgets a message of which a part has been sent or received when its connection
+        breaks, and who waits for it waits until the timeout.
 
         Raises:
             TypeError: the transport cannot do that.
         """
-        for transport in (self._transports or {}).values():
+        transports = list((self._transports or {}).values())
+        for transport in transports:
             transport.abort()
+        open_futures = [future for future in list(self._futures) if not future.done]
+        stuck = [t.awaited for t in transports if t.awaited is not None] + [f for f in open_futures if f.at_once]
+        if any(what is before for what in stuck for before in self._was_stuck):
+            self._given_up = True
+            self._turns.end()
+            for future in open_futures:
+                future.end(None, WireError("the connections were broken off while a message was on its way"))
+        self._was_stuck = stuck
+
+    def break_off(self, timeout_s: float) -> bool:
+        """Break the connections, and end the thread or give it up; return False if it runs on after a time."""
+        end_s = time.monotonic() + timeout_s
+        self.abort()
+        while not self.close(min(BROKEN_S, timeout_s)) and time.monotonic() < end_s:
+            self.abort()
+        return self.close(0.0)
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """End the thread and the connections once the queue is empty; return False if they have not after a time."""
         self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=timeout_s)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() or self._given_up
 
     def _drive(self, generator: Exchange[T]) -> T:
         meter, clock = self.meter, time.perf_counter

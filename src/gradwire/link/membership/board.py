@@ -98,6 +98,7 @@ class Board:
         self._store: Any = None
         self._again: OrderedDict[str, str] = OrderedDict()
         self._seen, self._asked = 0, (0, "", 0)
+        self._unread: set[int] = set()
         self._waiting: dict[str, tuple[int, Request, float | None]] = {}
         self._run = ""
         self._do(lambda store: None)
@@ -216,10 +217,16 @@ class Board:
         count = store.add(ASKS, 0)
         if count < self._seen:
             self._seen = 0  # the coordinator was started again
-        for number in range(max(self._seen, count - MOST_ASKS) + 1, count + 1):
+            self._unread.clear()
+        # A worker takes a number first and writes under it then: until that, the number stays unread.
+        oldest = max(1, count - MOST_ASKS + 1)
+        self._unread.update(range(max(self._seen + 1, oldest), count + 1))
+        self._unread = {number for number in self._unread if number >= oldest}
+        for number in sorted(self._unread):
             request = self._read(store, ask_key(number), Request)
             if request is not None:
                 self._waiting[request.member.id] = (number, request, None)
+                self._unread.remove(number)
         self._seen = count
         now_s = time.monotonic()
         for id, (number, request, changed_s) in list(self._waiting.items()):

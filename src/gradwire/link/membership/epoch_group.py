@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,9 @@ TIMEOUT = timedelta(minutes=30)
 
 ABSENCES = 2.0
 """A member that has not come yet, since it agrees with others or looks for the coordinator, has so much more time."""
+
+LINGER_S = 1.0
+"""Time that messages of a member have to arrive after it has gone on to the next epoch: it may have needed no other."""
 
 
 class EpochGroup(Group):
@@ -39,6 +43,7 @@ class EpochGroup(Group):
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
         self._backend: Any = None
+        self._parted_s: float | None = None
         self.watch: Watch | None = None
         if len(self.ranks) > 1:
             self.watch = Watch.of(self)
@@ -60,8 +65,17 @@ class EpochGroup(Group):
         return [_Backend(dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout))]
 
     def gone(self) -> bool:
-        """Return whether a member has ended or given no sign of life, by its own word or not."""
-        return self.watch is not None and self.watch.judge(self.ranks, "", orderly=False) is not None
+        """Return whether a member has ended or given no sign of life, or has left the epoch :data:`LINGER_S` ago.
+
+        Gloo does not always end a send to a member that has closed its connections while this process was stopped.
+        """
+        if self.watch is None or self.watch.judge(self.ranks, "", orderly=True) is None:
+            return False
+        if self._parted_s is None:
+            self._parted_s = time.monotonic()
+        if time.monotonic() - self._parted_s > LINGER_S:
+            return True
+        return self.watch.judge(self.ranks, "", orderly=False) is not None
 
     def missed(self) -> tuple[str, ...]:
         """Return the ids of members that are gone."""

@@ -55,7 +55,7 @@ class EpochLink(Link):
         for lane in self._lanes():
             lane.abort()
         for lane in self._lanes():
-            if not lane.close(CLOSE_S):
+            if not lane.break_off(CLOSE_S):
                 raise ExchangeError(f"{lane.name} did not end within {CLOSE_S:.0f} s after its connections were broken")
         self._round = self._step = None
 

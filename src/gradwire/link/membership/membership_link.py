@@ -219,24 +219,24 @@ class MembershipLink(StoreSteps, PassingLink):
         group = self._epoch_group
         if group is None:
             return
-        lost = group.gone() or (self._opened and self._runtime.failures.circle.lost())
+        # Until all have met, the link knows only of the epoch before.
+        lost = group.gone() or (self._of is group.epoch and self._runtime.failures.circle.lost())
         if not self._lock.acquire(blocking=False):
             if lost:
                 self._abort()
             return
         try:
             seat = self._seat
-            if seat.epoch is None or seat.left or self._problem is not None or group is not self._epoch_group:
+            if seat.epoch is None or seat.left or self._problem or group is not self._epoch_group:
                 return
             try:
-                if lost:
+                following = self._party.board.get(p.epoch_key(seat.epoch.number + 1), Epoch)
+                if following is not None:
+                    self._run(seat.follow(following))
+                elif lost:
                     self._run(seat.recover())
-                else:
-                    following = self._party.board.get(p.epoch_key(seat.epoch.number + 1), Epoch)
-                    if following is not None:
-                        self._run(seat.follow(following))
                 self._be_seen()
-            except (p.LeftOut, p.StateLost, GradwireError) as problem:
+            except Exception as problem:  # raised in the thread of the training
                 self._problem = problem
         finally:
             self._lock.release()
@@ -250,7 +250,6 @@ class MembershipLink(StoreSteps, PassingLink):
     # ------------------------------------------------------------------ the protocol's steps
 
     def _run(self, steps: p.Steps[None]) -> None:
-        """Run steps of the protocol."""
         try:
             step = next(steps)
             while True:

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -36,6 +37,9 @@ SLICE_S = 0.5
 
 Wait: TypeAlias = Callable[[dist.Work], None]
 """Waits for a collective."""
+
+GIVE_UP_S = 4.0
+"""Time after the loss of a rank after which its link's exchanges are broken off: those that notice it have ended."""
 
 SETTLE_S = 0.1
 """Time that a rank waits, once it has a reason, for other ranks that end at the same time."""
@@ -74,8 +78,26 @@ class Circle:
         self._store = group.store
         self._depends = {*self.ranks, *beside} - {self.rank}
         self._watch = Watch.of(group) if self._depends else None
+        self._lost_s: float | None = None
+        self._break_off: Callable[[], Callable[[], object] | None] = _nothing
         if self._watch is not None:
             self._watch.meet(self._depends)
+            self._watch.call(self)
+
+    def break_by(self, break_off: weakref.WeakMethod[Callable[[], object]]) -> None:
+        """Set the method that breaks exchanges off; it is called again and again once a rank has been lost."""
+        self._break_off = break_off
+
+    def tick(self, now_s: float) -> None:
+        """Break the link's exchanges off if a rank was lost a while ago."""
+        if not self.lost():
+            self._lost_s = None
+            return
+        self._lost_s = now_s if self._lost_s is None else self._lost_s
+        break_off = self._break_off()
+        if now_s - self._lost_s >= GIVE_UP_S and break_off is not None:
+            # It may wait for what this thread has to tell.
+            threading.Thread(target=break_off, name="gradwire breaks off", daemon=True).start()
 
     def failed(self, text: str) -> None:
         """Report a failure on this rank to the others."""
@@ -265,3 +287,7 @@ def brief(error: Exception) -> str:
     """Return the first sentence of a backend's error, without the position in its source."""
     text = re.sub(r"\[/\S+\]\s*", "", str(error))
     return text.split(". ")[0].strip()
+
+
+def _nothing() -> None:
+    """Return no method."""

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 
@@ -53,6 +53,13 @@ OWN_PAUSE_S = 2.0
 """If this process itself was stopped for this long, missing signs of life are not the others' fault."""
 
 
+class Ticked(Protocol):
+    """Looks at the ranks from time to time."""
+
+    def tick(self, now_s: float) -> None:
+        """Look, without waiting."""
+
+
 class Watch:
     """A process's view of the other ranks, shared by all its links.
 
@@ -83,6 +90,7 @@ class Watch:
         self._warned: set[int] = set()
         self._ticked_s = time.monotonic()
         self._in_trouble = self.storeless = False
+        self._ticked: weakref.WeakSet[Ticked] = weakref.WeakSet()
         self._connections = Connections(store, rank, world_size, self._heard, self._ended, self._tick, self._alone)
 
     @classmethod
@@ -125,6 +133,10 @@ class Watch:
             for rank in others:
                 self._standings.setdefault(rank, Standing())
         self._connections.meet(others)
+
+    def call(self, ticked: Ticked) -> None:
+        """Call an object's ``tick`` about twice a second from now on, as long as it exists."""
+        self._ticked.add(ticked)
 
     def tell(self, notice: Notice) -> None:
         """Send a notice to all connected ranks."""
@@ -246,6 +258,8 @@ class Watch:
         now_s = time.monotonic()
         self.look_around(now_s)
         self.give_up(now_s)
+        for ticked in list(self._ticked):
+            ticked.tick(now_s)
 
 
 def _say_goodbye() -> None:

@@ -26,10 +26,12 @@ class Transport(ABC):
     Attributes:
         rank: This rank among them.
         world_size: Number of these ranks.
+        awaited: What a thread waits for at the moment; None while it does not wait.
     """
 
     rank: int
     world_size: int
+    awaited: object = None
 
     @abstractmethod
     def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:

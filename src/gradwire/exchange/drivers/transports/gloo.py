@@ -44,6 +44,8 @@ def _pass_by(turn: Turn) -> None:
 def break_off(backend: Any) -> None:
     """Close all connections of a Gloo backend, from any thread: operations that wait for a message raise.
 
+    Those do not of which a part has been sent or received: Gloo forgets them. :meth:`Lane.abort` gives them up.
+
     Gloo has no call for that, but closes them when a message has not come within its timeout: such a one is awaited.
     From a rank whose connection has ended it is refused at once, and other connections stay: each rank is asked.
     """
@@ -102,7 +104,7 @@ class GlooTransport(Transport):
             self._reductions += 1
             gather = partial(self._gather, job=job)
             return reduce_by_gather(op, self.rank, self.world_size, self._reductions, gather)
-        self._start_reduce(op).wait()
+        self._wait_for(self._start_reduce(op))
         return op.value
 
     def end_job(self) -> None:
@@ -151,17 +153,17 @@ class GlooTransport(Transport):
                 row = leaving[to] if op.lengths is None else leaving[to][: int(op.lengths[to])]
                 work = self._send(row, to, slot.tag)
                 if in_turn:
-                    work.wait()
+                    self._wait_for(work)
                 else:
                     sent.append(work)
         if told is not None:
-            told.wait()
+            self._wait_for(told)
             lengths = announced(words, rank, room.shape[1])
             if op.arrived is not None:
                 op.arrived.copy_(lengths)
+        self._wait_for(slot)
         for work in sent:
-            work.wait()
-        slot.wait()
+            self._wait_for(work)
         return rows.view(op.recv.shape)
 
     def _swap(self, op: SendRecv, turn: Turn, job: str | None) -> torch.Tensor:
@@ -183,12 +185,12 @@ class GlooTransport(Transport):
                 sent.append(self._send(announce(op.lengths)[0], op.to, told.tag))
             sent.append(self._send(row, op.to, slot.tag))
         if told is not None:
-            told.wait()
+            self._wait_for(told)
             if op.source is not None and op.arrived is not None:
                 op.arrived.copy_(announced(words[op.source : op.source + 1], -1, op.recv.numel(), op.source))
+        self._wait_for(slot)
         for work in sent:
-            work.wait()
-        slot.wait()
+            self._wait_for(work)
         return op.recv if op.source is None else reply[op.source]
 
     def _place(self, job: str | None) -> Hashable:
@@ -204,6 +206,12 @@ class GlooTransport(Transport):
     def _send(self, row: torch.Tensor, to: int, tag: int) -> Any:
         return self._backend.send([row], to, tag)
 
+    def _wait_for(self, pending: Any) -> None:
+        """Wait for an operation of Gloo, or for a slot's messages."""
+        self.awaited = pending
+        pending.wait()
+        self.awaited = None
+
     def _broadcast(self, op: Broadcast, turn: Turn) -> torch.Tensor:
         """Send a value along Gloo's binomial tree: first its length, if the operation has one."""
         if large(op):
@@ -213,9 +221,9 @@ class GlooTransport(Transport):
         row = op.value
         if op.length is not None:
             told = announce(op.length)
-            self._backend.broadcast([told], options).wait()
+            self._wait_for(self._backend.broadcast([told], options))
             if self.rank != op.root:
                 op.length.copy_(announced(told, -1, row.numel(), op.root))
             row = row[: int(op.length)]
-        self._backend.broadcast([row], options).wait()
+        self._wait_for(self._backend.broadcast([row], options))
         return op.value

@@ -43,6 +43,10 @@ class StagedTransport(Transport):
         is_due = not isinstance(op, SendRecv) or op.source is not None
         return self._returned(op.recv, reply) if is_due else op.recv
 
+    @property
+    def awaited(self) -> object:  # type: ignore[override]
+        return self._inner.awaited
+
     def end_job(self) -> None:
         self._inner.end_job()
 

@@ -1,0 +1,95 @@
+"""A rank that ends while a long message is on its way to it: Gloo forgets the message, and nobody may wait for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire as gw
+from crew import crew
+from ranks import fresh_ranks
+
+pytestmark = pytest.mark.ranks
+
+NUMEL = 1 << 24
+"""At 32 bits rows of 22 MB between three ranks: more than both ends of a connection hold."""
+
+STOPPED_AT = 4
+"""A round for which receives are posted ahead, so that the others begin to send to a rank that is stopped."""
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def exchange_until_one_stops(victim: int) -> str:
+    import torch.distributed as dist
+
+    parameter = nn.Parameter(torch.zeros(NUMEL))
+    parameter.grad = torch.ones(NUMEL)
+    link = gw.Link([("weight", parameter)], "fp32", chunk_numel=NUMEL)
+    for round in range(STOPPED_AT + 1):
+        if round == STOPPED_AT and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            link.reduce_()
+        except gw.ExchangeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_ranks_learn_that_the_receiver_of_a_long_message_has_ended() -> None:
+    with fresh_ranks(3, group_timeout_s=600) as ranks:
+        victim = int(ranks.processes[1].pid or 0)
+        ranks.start(exchange_until_one_stops, 1)
+        wait_until(lambda: is_stopped(victim))
+        time.sleep(2.0)  # until the rows fill all buffers on the way to it
+        os.kill(victim, signal.SIGKILL)
+        answers = ranks.collect(60)
+    assert answers[1] == ("gone", -signal.SIGKILL)
+    for kind, value in (answers[0], answers[2]):
+        assert kind == "ok", value
+        assert "rank 1 ended without a word" in value
+
+
+def train(address: str, secret: str, name: str, pipe: Connection, least: int, victim: bool) -> Any:
+    parameter = nn.Parameter(torch.zeros(NUMEL))
+    with gw.join(address, secret=secret, name=name, least=least, silence_s=120.0) as membership:
+        link = gw.Link([("weight", parameter)], "fp32", group=membership, chunk_numel=NUMEL)
+        while not pipe.poll():
+            if victim and link.round == STOPPED_AT:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            parameter.grad = torch.full((NUMEL,), float(link.round + 1))
+            link.reduce_()
+            pipe.send(("step", link.round, float(parameter.grad[0])))
+    return link.diagnostics()["membership"]
+
+
+def test_members_go_on_when_the_receiver_of_a_long_message_is_killed() -> None:
+    with crew() as workers:
+        a, b, c = (workers.start(name, train, 3, name == "b") for name in "abc")
+        wait_until(lambda: b.read(0.0) or is_stopped(int(b._process.pid or 0)), 120.0)
+        wait_until(lambda: is_stopped(int(b._process.pid or 0)), 120.0)
+        time.sleep(2.0)
+        b.signal(signal.SIGKILL)
+        a.reach(STOPPED_AT + 3)
+        for worker in (a, c):
+            worker.tell("end")
+        found = [worker.end() for worker in (a, c)]
+    assert [told["lost"] for told in found if told["members"] == 2] == [1] * len(found)
