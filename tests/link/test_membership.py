@@ -131,7 +131,6 @@ def test_a_worker_killed_in_the_middle_of_a_step_is_left_behind(spec: str) -> No
         assert a.result["residuals_lost"] == (traits.waiting in traits.remembers)
 
 
-@pytest.mark.skip(reason="hangs in one of three runs: docs/membership.md, what is missing")
 def test_a_stopped_worker_is_left_behind_and_comes_again() -> None:
     with crew() as workers:
         soon = {"silence_s": 4.0, "until_told": True}

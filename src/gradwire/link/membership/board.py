@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
-from gradwire.link.membership.records import Epoch, EpochReport, Member, R, Request, RunRecord, Seal
+from gradwire.link.membership.records import Epoch, EpochReport, Member, Offer, R, Request, RunRecord, Seal
 from gradwire.link.membership.steps import named_key
 
 PORT = 29400
@@ -117,12 +117,15 @@ class Board:
         began_s = time.monotonic()
         with self._lock:
             while True:
+                broke = self._store is not None
                 try:
                     if self._store is None:
                         self._store = self._connect()
                     return work(self._store)
                 except (RuntimeError, dist.DistError) as error:
                     self._store = None
+                    if broke:
+                        continue  # the connection alone may have ended
                     if time.monotonic() - began_s > self._patience_s:
                         raise ExchangeError(
                             f"the coordinator at {self.host}:{self.port} was out of reach for {self._patience_s:.0f} "
@@ -161,7 +164,7 @@ class Board:
 
     # ------------------------------------------------------------------ records
 
-    def put(self, key: str, record: Epoch | EpochReport) -> None:
+    def put(self, key: str, record: Epoch | EpochReport | Offer) -> None:
         """Write a record."""
         value = self.seal.close(key, record)
         with self._lock:

@@ -39,6 +39,7 @@ class EpochGroup(Group):
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
         self._backend: Any = None
+        self._begun: dist.Work | None = None
         self.watch: Watch | None = None
         if len(self.ranks) > 1:
             self.watch = Watch.of(self)
@@ -69,9 +70,14 @@ class EpochGroup(Group):
         named = () if blame is None else blame.ranks
         return tuple(self.epoch.members[rank].id for rank in named if rank != self.place)
 
+    def vanished(self) -> frozenset[str]:
+        """Return the ids of members that ended or fell silent without a word about it."""
+        ranks = () if self.watch is None else self.watch.vanished(self.ranks)
+        return frozenset(self.epoch.members[rank].id for rank in ranks)
+
     def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        work: dist.Work = self._backend.allgather([list(rows)], [own])
-        return work
+        self._begun = self._backend.allgather([list(rows)], [own])
+        return self._begun
 
     def broadcast(self, row: torch.Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
@@ -102,8 +108,9 @@ class EpochGroup(Group):
         """End the connections, after a word to the others."""
         if self.watch is not None:
             self.watch.leave(how)
-        self.abort()
-        self._backend = None
+        if self._begun is not None and not self._begun.is_completed():
+            self.abort()
+        self._backend = self._begun = None
 
 
 class _Backend:

@@ -18,6 +18,10 @@ CLOSE_S = 30.0
 """Time that lanes have to end after their connections were broken; a kernel may be running."""
 
 
+IDLE_S = 0.01
+"""Time after which a lane counts as one that waits for a message."""
+
+
 class EpochLink(Link):
     """Has the connections of one epoch at a time."""
 
@@ -26,6 +30,8 @@ class EpochLink(Link):
     _epoch_group: EpochGroup | None
     _linked: EpochGroup | None = None
     """The members over which the lanes are open; None while they are not."""
+    _vanished: frozenset[str] = frozenset()
+    """Ids of the members that had ended or fallen silent without a word when the last epoch's connections ended."""
     _broken_s: float | None
     """When the connections of the last epoch were broken; None while they are not."""
 
@@ -50,13 +56,18 @@ class EpochLink(Link):
         if self._lanes():
             self._end_lanes()
         if group is not None:
+            self._vanished = group.vanished()
             group.leave(how)
 
     def _end_lanes(self) -> None:
         self._runtime.failures.circle.close()
-        for lane in self._lanes():
+        lanes = self._lanes()
+        for lane in lanes:
+            lane.close(0.0)
+        # A lane that waits for nothing ends at once. To break connections takes milliseconds for each.
+        for lane in [lane for lane in lanes if not lane.close(IDLE_S)]:
             lane.abort()
-        for lane in self._lanes():
+        for lane in lanes:
             if not lane.close(CLOSE_S):
                 raise ExchangeError(f"{lane.name} did not end within {CLOSE_S:.0f} s after its connections were broken")
         self._round = self._step = None
