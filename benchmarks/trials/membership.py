@@ -59,8 +59,9 @@ HANG_S, START_S, WARM_S, REST_S = 60.0, 300.0, 5.0, 10.0
 LOADED = "GRADWIRE_TRIAL_METHODS"
 
 if __name__ == "__mp_main__":
-    # In the server that forks replicas.
+    # In the server that forks replicas: import what these need, and load the kernels.
     torch.set_num_threads(1)
+    NEEDED = (gw.join, gw.Link, gw.ElasticSampler, gw.Coordinator)
     for loaded in filter(None, os.environ.get(LOADED, "").split(";")):
         gw.warm_up(gw.method(loaded))
 
@@ -278,6 +279,7 @@ def tried(spec: str, given: argparse.Namespace, seed: int, network: Network | No
     draw = random.Random(f"{seed} {spec}")
     trial = Trial(spec, given, network)
     faults: dict[str, int] = {}
+    log: list[tuple[float, str]] = []
     try:
         while trial.started or not trial.counted:
             trial.read(0.5)
@@ -292,12 +294,17 @@ def tried(spec: str, given: argparse.Namespace, seed: int, network: Network | No
         while time.monotonic() - began_s < 60 * given.minutes:
             trial.read(given.every_s)
             kind = KINDS[sum(faults.values()) % len(KINDS)]
+            log.append((time.monotonic(), kind))
             trial.fault(kind, draw, given.stop_s)
             faults[kind] = faults.get(kind, 0) + 1
         trial.read(max(REST_S, given.stop_s + 5))
         disturbed = trial.rate(began_s)
         times = sorted(at for at, _ in trial.counted.values() if at >= began_s)
         longest = max(b - a for a, b in itertools.pairwise(times))
+        pauses: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for at, kind in log:
+            gaps = [b - a for a, b in itertools.pairwise(times) if at <= b and a < at + given.every_s]
+            pauses[kind].append(sum(gap - 1 / quiet[0] for gap in gaps if gap > 1.5 / quiet[0]))
     finally:
         trial.close()
     differing = sum(len(found) > 1 for found in trial.digests.values())
@@ -322,6 +329,8 @@ def tried(spec: str, given: argparse.Namespace, seed: int, network: Network | No
         "away": round(away, 4),
         "kept_of_present": round(disturbed[1] / quiet[1] / (1 - away), 4),
         "longest_pause_s": round(longest, 2),
+        **{f"lost_s_{kind}": round(median(found), 2) for kind, found in pauses.items() if found},
+        "lost_s_most": round(max(max(found) for found in pauses.values() if found), 2),
         "rejoined": len(trial.rejoined),
         "rejoin_s_median": round(median(trial.rejoined), 2) if trial.rejoined else None,
         "rejoin_s_longest": round(max(trial.rejoined), 2) if trial.rejoined else None,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.exchange.drivers import Group, break_off
+from gradwire.link.membership.board import Board
 from gradwire.link.membership.records import Epoch
 from gradwire.link.peers.circle import Circle
 from gradwire.link.peers.watch import Watch
@@ -30,12 +31,14 @@ class EpochGroup(Group):
     Args:
         epoch: The epoch.
         place: Place of this member in it.
-        store: Store for this epoch alone.
+        board: The store of the membership.
         silence_s: Seconds without a sign of life after which a member counts as gone.
     """
 
-    def __init__(self, epoch: Epoch, place: int, store: Any, silence_s: float) -> None:
-        self.epoch, self.place, self.store = epoch, place, store
+    def __init__(self, epoch: Epoch, place: int, board: Board, silence_s: float) -> None:
+        self.epoch, self.place, self._board = epoch, place, board
+        self._prefix = f"links/{epoch.number}"
+        self.store = board.store(self._prefix)
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
         self._backend: Any = None
@@ -46,6 +49,12 @@ class EpochGroup(Group):
             self.watch.limit_s, self.watch.absence_s = silence_s, ABSENCES * silence_s
             self.watch.meet(self.ranks)
         self.circle = Circle(self)
+
+    def lend_store(self) -> Any:
+        return self._board.lend(self._prefix)
+
+    def take_back(self, store: Any) -> None:
+        self._board.take_back(store)
 
     def connect(self) -> None:
         """Connect the members (collective call).

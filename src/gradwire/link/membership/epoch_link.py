@@ -73,5 +73,4 @@ class EpochLink(Link):
         self._round = self._step = None
 
     def _group_of(self, epoch: Epoch) -> EpochGroup:
-        store = self._party.board.store(f"links/{epoch.number}")
-        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), store, self._party.silence_s)
+        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), self._party.board, self._party.silence_s)

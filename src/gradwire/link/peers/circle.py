@@ -71,7 +71,7 @@ class Circle:
         self.ranks, self.place, self.world_size = group.ranks, group.place, group.world_size
         self.rank = group.rank
         self.token = ""
-        self._store = group.store
+        self._group, self._store = group, group.store
         self._depends = {*self.ranks, *beside} - {self.rank}
         self._watch = Watch.of(group) if self._depends else None
         if self._watch is not None:
@@ -142,7 +142,7 @@ class Circle:
                 return make(dist.PrefixStore(prefix, self._store))
             made: Future[list[C]] = Future()
             making = threading.Thread(
-                target=_fulfil, args=(made, make, prefix, self._store), name="gradwire connections", daemon=True
+                target=_fulfil, args=(made, make, prefix, self._group), name="gradwire connections", daemon=True
             )
             making.start()
             while True:
@@ -248,10 +248,13 @@ def _never_came(ranks: list[int], here: int) -> str:
     )
 
 
-def _fulfil(made: Future[list[C]], make: Callable[[Any], list[C]], prefix: str, store: Any) -> None:
+def _fulfil(made: Future[list[C]], make: Callable[[Any], list[C]], prefix: str, group: Group) -> None:
     try:
         # A wait blocks the store for all other threads. If its host has ended, the backend keeps retrying on the copy.
-        made.set_result(make(dist.PrefixStore(prefix, store.clone())))
+        store = group.lend_store()
+        found = make(dist.PrefixStore(prefix, store))
+        group.take_back(store)
+        made.set_result(found)
     except Exception as error:
         made.set_exception(error)
 
