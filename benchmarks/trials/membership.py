@@ -49,12 +49,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gradwire as gw
 from benchmarks.lib.runs import earlier, write
 from gradwire.exchange.drivers.transports.gloo import GlooTransport
+from gradwire.link.membership import serving_link
 from gradwire.tools.lab import Network, Topology, open_network
 from gradwire.tools.processes import enter_namespace
 
 KINDS = ("kill", "stop", "cut", "leave", "corrupt")
 METHODS = ("terngrad", "PowerSGD(matrix_rank=2)", "DiLoCo(every=8, inner=EDEN(bits=4))")
 WIDTH, BATCH = 64, 8
+SMALL = {"width": WIDTH, "momentum": 0.0, "large_bytes": serving_link.LARGE_BYTES}
+"""The network of this trial; that of others may have more state."""
+
 HANG_S, START_S, WARM_S, REST_S = 60.0, 300.0, 5.0, 10.0
 LOADED = "GRADWIRE_TRIAL_METHODS"
 
@@ -66,9 +70,9 @@ if __name__ == "__mp_main__":
         gw.warm_up(gw.method(loaded))
 
 
-def network() -> nn.Sequential:
+def network(width: int) -> nn.Sequential:
     """Build four layers."""
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
 
 
 def spoil_next(armed: threading.Event) -> None:
@@ -116,8 +120,9 @@ def replica(
         enter_namespace(namespace)
     torch.set_num_threads(1)
     torch.manual_seed(zlib.crc32(name.encode()))
-    module, armed = network(), threading.Event()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    module, armed = network(given.width), threading.Event()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=given.momentum)
+    serving_link.LARGE_BYTES = given.large_bytes
     membership = gw.join(address, secret=secret, name=name, least=least, silence_s=given.silence_s)
     spoil_next(armed)
 
@@ -141,7 +146,7 @@ def replica(
             batch = sampler.draw() or [0]
             draw, before = torch.Generator().manual_seed(batch[0]), link.round
             optimizer.zero_grad()
-            module(torch.randn(BATCH, WIDTH, generator=draw)).square().mean().backward()
+            module(torch.randn(BATCH, given.width, generator=draw)).square().mean().backward()
             time.sleep(given.compute_s)
             try:
                 if not local:
@@ -354,7 +359,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each is a run of so many minutes")
     parser.add_argument("--lab", help="an emulated network, such as bandwidth=100mbit,delay=20ms")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_args(namespace=argparse.Namespace(**SMALL))
     methods = given.method or METHODS
     for spec in methods:
         gw.warm_up(gw.method(spec))
