@@ -50,7 +50,7 @@ import gradwire as gw
 from benchmarks.lib.runs import earlier, write
 from gradwire.exchange.drivers.transports.gloo import GlooTransport
 from gradwire.link.membership import serving_link
-from gradwire.tools.lab import Network, Topology, open_network
+from gradwire.tools.lab import INTERFACE, Network, Topology, open_network
 from gradwire.tools.processes import enter_namespace
 
 KINDS = ("kill", "stop", "cut", "leave", "corrupt")
@@ -101,10 +101,16 @@ def cut_off() -> None:
                         held.shutdown(socket.SHUT_RDWR)
 
 
-def keep(namespace: str | None, listen: str, pipe: Connection) -> None:
-    """Coordinate, on a host of an emulated network."""
+def move(namespace: str | None) -> None:
+    """Move this process to a host of an emulated network."""
     if namespace is not None:
         enter_namespace(namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+def keep(namespace: str | None, listen: str, pipe: Connection) -> None:
+    """Coordinate, on a host of an emulated network."""
+    move(namespace)
     coordinator = gw.Coordinator(listen)
     pipe.send((coordinator.port, coordinator.secret))
     coordinator.serve()
@@ -116,8 +122,7 @@ def replica(
 ) -> None:  # fmt: skip
     """Train until told to leave, and tell every round that counted."""
     pipe.send(None)
-    if namespace is not None:
-        enter_namespace(namespace)
+    move(namespace)
     torch.set_num_threads(1)
     torch.manual_seed(zlib.crc32(name.encode()))
     module, armed = network(given.width), threading.Event()

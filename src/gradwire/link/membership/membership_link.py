@@ -247,6 +247,9 @@ class MembershipLink(StoreSteps):
                     following = self._party.board.get(p.epoch_key(seat.epoch.number + 1), Epoch)
                     if following is not None:
                         self._run(seat.follow(following))
+                    elif seat.epoch.members[0].id == seat.me.id:
+                        # A request counts from the second look on: the round's vote must not be the first.
+                        self._requests()
                 self._be_seen()
             except (p.LeftOut, p.StateLost, GradwireError) as problem:
                 self._problem = problem
