@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
-import os
 import sys
 import time
 import zlib
@@ -29,9 +27,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import gradwire as gw
 from benchmarks.lib.runs import earlier, write
-from benchmarks.trials.membership import LOADED, Trial
+from benchmarks.trials.loaded import preload
+from benchmarks.trials.membership import Trial
 from gradwire.link.membership import state_codec
 from gradwire.link.membership.state_codec import PIECE_BYTES, Octets
 from gradwire.tools.lab import Topology, open_network
@@ -39,13 +37,6 @@ from gradwire.tools.lab import Topology, open_network
 METHODS = ("terngrad", "PowerSGD(matrix_rank=2)", "DiLoCo(every=8, inner=EDEN(bits=4))")
 WAYS = {"one member, all wait": 1 << 40, "all members, training goes on": 1 << 20}
 QUIET_S, MOST_S, AFTER_S = 10.0, 120.0, 6.0
-
-if __name__ == "__mp_main__":
-    torch.set_num_threads(1)
-    NEEDED = (gw.join, gw.Link, gw.ElasticSampler, gw.Coordinator)
-    state_codec.warm_up()
-    for loaded in filter(None, os.environ.get(LOADED, "").split(";")):
-        gw.warm_up(gw.method(loaded))
 
 
 def arrival(spec: str, way: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -181,11 +172,7 @@ def main() -> int:
     if given.codes:
         return 0
     methods = given.method or METHODS
-    for spec in methods:
-        gw.warm_up(gw.method(spec))
-    os.environ[LOADED] = ";".join(methods)
-    multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["__main__"])
+    preload(methods)
     known = {(row["method"], row["way"], row["lab"]) for row in found["rows"]}
     for spec, way in itertools.product(methods, WAYS):
         if (spec, way, given.lab) not in known:

@@ -48,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
 from benchmarks.lib.runs import earlier, write
+from benchmarks.trials.loaded import preload
 from gradwire.exchange.drivers.transports.gloo import GlooTransport
 from gradwire.link.membership import serving_link
 from gradwire.tools.lab import INTERFACE, Network, Topology, open_network
@@ -60,14 +61,6 @@ SMALL = {"width": WIDTH, "momentum": 0.0, "large_bytes": serving_link.LARGE_BYTE
 """The network of this trial; that of others may have more state."""
 
 HANG_S, START_S, WARM_S, REST_S = 60.0, 300.0, 5.0, 10.0
-LOADED = "GRADWIRE_TRIAL_METHODS"
-
-if __name__ == "__mp_main__":
-    # In the server that forks replicas: import what these need, and load the kernels.
-    torch.set_num_threads(1)
-    NEEDED = (gw.join, gw.Link, gw.ElasticSampler, gw.Coordinator)
-    for loaded in filter(None, os.environ.get(LOADED, "").split(";")):
-        gw.warm_up(gw.method(loaded))
 
 
 def network(width: int) -> nn.Sequential:
@@ -366,11 +359,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(namespace=argparse.Namespace(**SMALL))
     methods = given.method or METHODS
-    for spec in methods:
-        gw.warm_up(gw.method(spec))
-    os.environ[LOADED] = ";".join(methods)
-    multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["__main__"])
+    preload(methods)
     rows = earlier(given.json, "rows")
     known = {(row["method"], row["seed"], row.get("lab", "")) for row in rows}
     with contextlib.ExitStack() as stack:
