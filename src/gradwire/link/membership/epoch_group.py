@@ -66,8 +66,8 @@ class EpochGroup(Group):
             (made,) = self.circle.connected("the connections of an epoch", self._made)
             self._backend = made.backend
 
-    def _made(self, store: Any) -> list[_Backend]:
-        return [_Backend(dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout))]
+    def _made(self, store: Any) -> _Backend:
+        return _Backend(dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout))
 
     def gone(self) -> bool:
         """Return whether a member has ended or given no sign of life, by its own word or not."""
