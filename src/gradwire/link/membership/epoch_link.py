@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from gradwire.errors import ExchangeError
 from gradwire.exchange.drivers import Lane
@@ -17,6 +19,9 @@ from gradwire.link.membership.records import Epoch
 CLOSE_S = 30.0
 """Time that lanes have to end after their connections were broken; a kernel may be running."""
 
+
+LOOK_S = 0.25
+"""Time between two looks for members that are gone, for an epoch that others have begun, and for requests."""
 
 IDLE_S = 0.01
 """Time after which a lane counts as one that waits for a message."""
@@ -74,3 +79,24 @@ class EpochLink(Link):
 
     def _group_of(self, epoch: Epoch) -> EpochGroup:
         return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), self._party.board, self._party.silence_s)
+
+    def _watch_over(self) -> threading.Condition | None:
+        """Look for what has changed; return the condition that is notified when members end."""
+        self._look()
+        group = self._epoch_group
+        return None if group is None or group.watch is None else group.watch.changed
+
+    def _look(self) -> None:
+        """Look for what has changed."""
+
+
+def keep_watch(look: weakref.WeakMethod[Callable[[], threading.Condition | None]]) -> None:
+    """Look for what has changed, as long as the link exists: at once when a member has ended, or every so often."""
+    while (call := look()) is not None:
+        changed = call()
+        del call
+        if changed is None:
+            time.sleep(LOOK_S)
+        else:
+            with changed:
+                changed.wait(LOOK_S)

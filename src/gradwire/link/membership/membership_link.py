@@ -27,9 +27,10 @@ from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
 from gradwire.link.membership import steps as p
 from gradwire.link.membership.epoch_group import EpochGroup
-from gradwire.link.membership.party import Party
+from gradwire.link.membership.epoch_link import LOOK_S, keep_watch
+from gradwire.link.membership.party import COUNTED, Party
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request, text_of
-from gradwire.link.membership.store_steps import LOOK_S, StoreSteps
+from gradwire.link.membership.store_steps import StoreSteps
 from gradwire.link.parameters import named_parameters
 from gradwire.link.round import Mean
 from gradwire.link.site import warm_up
@@ -88,7 +89,7 @@ class MembershipLink(StoreSteps):
         self._before = (0, 0, 0)
         self._asked_s: tuple[float, tuple[Member, ...]] = (-LOOK_S, ())
         self._keeper = threading.Thread(
-            target=_keep, args=(weakref.WeakMethod(self._watch_over),), name="gradwire membership", daemon=True
+            target=keep_watch, args=(weakref.WeakMethod(self._watch_over),), name="gradwire membership", daemon=True
         )
         with self._lock:
             # A member that takes this one in may be stopped meanwhile.
@@ -218,12 +219,6 @@ class MembershipLink(StoreSteps):
             raise problem
 
     # ------------------------------------------------------------------ the thread that watches
-
-    def _watch_over(self) -> threading.Condition | None:
-        """Look for what has changed; return the condition that is notified when members end."""
-        self._look()
-        group = self._epoch_group
-        return None if group is None or group.watch is None else group.watch.changed
 
     def _look(self) -> None:
         """Break off a round with members that are gone; between two rounds, agree with the others on who is there."""
@@ -403,22 +398,3 @@ def _has_scopes(method: Method) -> bool:
         return bool(method.scopes(64))
     except GradwireError:
         return True
-
-
-COUNTED = (
-    "epochs", "broken_rounds", "lost", "left", "joined", "left_out", "residuals_lost", "residuals_handed",
-    "digests_compared", "digests_differed", "state_received_bytes", "state_reused_bytes", "steps_replayed",
-)  # fmt: skip
-"""Counts in :meth:`MembershipLink.diagnostics`."""
-
-
-def _keep(look: weakref.WeakMethod[Callable[[], threading.Condition | None]]) -> None:
-    """Look for what has changed, as long as the link exists: at once when a member has ended, or every so often."""
-    while (call := look()) is not None:
-        changed = call()
-        del call
-        if changed is None:
-            time.sleep(LOOK_S)
-        else:
-            with changed:
-                changed.wait(LOOK_S)

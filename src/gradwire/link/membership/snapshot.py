@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
-class Piece:
+class StatePiece:
     """A run of bytes of one tensor.
 
     Attributes:
@@ -59,13 +59,13 @@ class Snapshot:
     value: Any
     tensors: list[torch.Tensor]
     own: frozenset[int] = frozenset()
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StatePiece] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._octets: list[Octets] = [x.reshape(-1).view(torch.uint8).numpy() for x in self.tensors]
         if not self.pieces:
             self.pieces = [
-                Piece(number, begin, min(begin + PIECE_BYTES, len(octets)), number in self.own)
+                StatePiece(number, begin, min(begin + PIECE_BYTES, len(octets)), number in self.own)
                 for number, octets in enumerate(self._octets)
                 for begin in range(0, len(octets), PIECE_BYTES)
             ]
@@ -103,16 +103,16 @@ class Snapshot:
         """Return the parts by name."""
         return dict(restored(self.value, self.tensors))
 
-    def octets(self, piece: Piece) -> Octets:
+    def octets(self, piece: StatePiece) -> Octets:
         """Return the bytes of a piece."""
         return self._octets[piece.tensor][piece.begin : piece.stop]
 
-    def coded(self, piece: Piece) -> bytes:
+    def coded(self, piece: StatePiece) -> bytes:
         """Return a piece for the wire."""
         dtype = self.tensors[piece.tensor].dtype
         return encode_piece(self.octets(piece), *_form(dtype))
 
-    def put(self, piece: Piece, coded: bytes, key: bytes) -> None:
+    def put(self, piece: StatePiece, coded: bytes, key: bytes) -> None:
         """Write a piece that came over the wire.
 
         Raises:
@@ -126,7 +126,7 @@ class Snapshot:
             )
         self.octets(piece)[:] = found
 
-    def keep(self, piece: Piece, octets: Octets) -> None:
+    def keep(self, piece: StatePiece, octets: Octets) -> None:
         """Write a piece that is there already."""
         self.octets(piece)[:] = octets
 
@@ -164,7 +164,7 @@ class Snapshot:
             own = frozenset(number for number, row in enumerate(rows) if row[2] is True)
             made = cls(value, tensors, own)
             digests = iter([digest for row in rows for digest in row[3]])
-            made.pieces = [Piece(p.tensor, p.begin, p.stop, p.own, next(digests)) for p in made.pieces]
+            made.pieces = [StatePiece(p.tensor, p.begin, p.stop, p.own, next(digests)) for p in made.pieces]
             wanted = all(isinstance(p.digest, bytes) and len(p.digest) == DIGEST_BYTES for p in made.pieces)
             if not wanted or next(digests, None) is not None:
                 raise ValueError("digests")

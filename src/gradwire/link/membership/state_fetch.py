@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from gradwire.errors import ExchangeError, PayloadError
-from gradwire.link.membership.snapshot import MOST_TABLE_BYTES, Piece, Snapshot
+from gradwire.link.membership.snapshot import MOST_TABLE_BYTES, Snapshot, StatePiece
 from gradwire.link.membership.state_codec import PIECE_BYTES, Octets
 from gradwire.link.membership.state_server import PIECE, TABLE, StateConnection
 
@@ -48,11 +48,11 @@ class StateFetch:
         own = () if kept is None else [piece for piece in kept.pieces if piece.own]
         self._kept = {(p.tensor, p.begin, p.stop): kept.octets(p) for p in own} if kept is not None else {}
         self._lock = threading.Condition()
-        self._common: deque[Piece] = deque()
-        self._first: deque[Piece] = deque()
+        self._common: deque[StatePiece] = deque()
+        self._first: deque[StatePiece] = deque()
         self._left, self._lost_first = 0, False
         self._problems: list[Exception] = []
-        self._numbers: dict[Piece, int] = {}
+        self._numbers: dict[StatePiece, int] = {}
         self.received_bytes = self.reused_bytes = self.sources = 0
 
     def run(self) -> Snapshot:
@@ -112,7 +112,7 @@ class StateFetch:
 
     def _take(self, made: StateConnection, is_first: bool) -> None:
         """Take pieces over one connection until there are none left for it."""
-        asked: deque[Piece] = deque()
+        asked: deque[StatePiece] = deque()
         came = 0
         try:
             while True:
@@ -146,7 +146,7 @@ class StateFetch:
                 self.sources += came > 0
                 self._lock.notify_all()
 
-    def _next(self, is_first: bool, wait: bool) -> Piece | None:
+    def _next(self, is_first: bool, wait: bool) -> StatePiece | None:
         """Return a piece to ask for; None if there is none, and if ``wait``, none will come."""
         queues = (self._first, self._common) if is_first else (self._common,)
         with self._lock:
@@ -159,7 +159,7 @@ class StateFetch:
                     return None
                 self._lock.wait(0.1)
 
-    def _give(self, queue: deque[Piece], piece: Piece) -> None:
+    def _give(self, queue: deque[StatePiece], piece: StatePiece) -> None:
         with self._lock:
             queue.append(piece)
             self._lock.notify_all()

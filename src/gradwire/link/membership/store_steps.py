@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from gradwire.errors import ExchangeError
 from gradwire.link.failures import WarnOnce
+from gradwire.link.membership.epoch_link import LOOK_S
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request
 from gradwire.link.membership.serving_link import ServingLink
 from gradwire.link.membership.steps import FIRST, epoch_key, report_key
-
-LOOK_S = 0.25
-"""Time between two looks for members that are gone, for an epoch that others have begun, and for requests."""
 
 POLL_S = 0.02
 """Time between two looks for a record that is waited for."""
