@@ -185,7 +185,7 @@ class Snapshot:
         Raises:
             PayloadError: it is not one.
         """
-        parts = _parts(message)
+        parts = _split(message)
         made = cls.from_table(next(parts, b""), key)
         for piece in made.pieces:
             made.put(piece, next(parts, b""), key)
@@ -194,7 +194,7 @@ class Snapshot:
         return made
 
 
-def _parts(message: bytes) -> Iterator[bytes]:
+def _split(message: bytes) -> Iterator[bytes]:
     at = 0
     while at < len(message):
         if at + _LENGTH.size > len(message):
