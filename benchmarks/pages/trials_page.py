@@ -32,10 +32,29 @@ MEMBERS = """## Workers that come and go
 `python benchmarks/trials/membership.py`: {replicas} replicas on one machine train a small network over a
 [membership](membership.md), first undisturbed, then with a fault each {every_s:g} s: SIGKILL, SIGSTOP for {stop_s:g} s, all
 connections of one replica cut, leaving by its own word, and one flipped bit in what it receives, in turn. What ends is started
-anew. {compute_s:g} s of computing are slept in each step, and the machine was shared with other work. Throughput is that of
-replicas times rounds that counted, as a share of the undisturbed one. A replica is in again when it has taken a round,
-counted from the start of its process, or from SIGCONT. Digests are those of the parameters after a round, of one replica
-beside another."""
+anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step, and
+the machine was shared with other work, about ten processes for each core. `silence_s` is {silence_s:g}.
+
+- Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all the time. So it
+  includes what a replica that is away does not compute.
+- *Away* is the share of the time of replicas that the trial itself took: while they were stopped, and from the end of a process
+  until its successor ran. *Of those present* is the throughput as a share of what was left.
+- A replica is in again when it has taken a round, counted from the start of its process, or from SIGCONT.
+- Digests are those of the parameters after a round, of one replica beside another.
+
+A run with an emulated network (`--lab`, as root) has each replica on a host of its own, SIGSTOP for 8 s and `silence_s` of 3."""
+
+ARRIVALS = """## State for newcomers
+
+`python benchmarks/trials/arrivals.py`, as root: three hosts of an emulated network ({lab}) train a network with momentum, {state_mb:g} MB
+of parameters and momentum, until a fourth one comes. 0.25 s of computing are slept in each step, and the machine was shared with
+other work. The pause is the longest time between two rounds, beyond the usual one. *In after* is the time from the start of the newcomer's
+process to its first round. *Had* is what the newcomer had to the last bit when it met the others: it was not sent again. Bytes are not
+counted in the first way. One more arrival in the first way, under DiLoCo, had not ended after two minutes, for an unknown reason. About
+two seconds of each pause are the connections of the new epoch, which take many delays of the network, and are made while all wait."""
+
+CODES = """The shares of plain bytes that remain of states of networks that have learnt digits for 300 steps, and MB/s of the coder on one core.
+*10 steps before* is the difference from that state as [patches](publishing-weights.md) code it."""
 
 SPIKES = """## Spikes
 
@@ -79,7 +98,11 @@ a method can reach after tuning."""
 
 def page() -> str | None:
     """Return the page; None where nothing was measured."""
-    parts = [part for part in (_kills(), _members(), _links(), _outages(), _messages(), _spikes(), _images()) if part]
+    parts = [
+        part
+        for part in (_kills(), _members(), _arrivals(), _links(), _outages(), _messages(), _spikes(), _images())
+        if part
+    ]
     return "\n".join([INTRODUCTION, *("\n".join([*part, ""]) for part in parts)]).rstrip() + "\n" if parts else None
 
 
@@ -145,9 +168,13 @@ def _members() -> list[str]:
         (
             f"`{row['method']}`",
             f"{row['seconds'] / 60:.0f}",
+            row["lab"] or "none",
+            f"{row['every_s']:g}",
             row["faults"],
             row["rounds"],
             f"{100 * row['throughput_kept']:.1f}",
+            f"{100 * row['away']:.1f}",
+            f"{100 * row['kept_of_present']:.1f}",
             f"{100 * row['rounds_kept']:.1f}",
             f"{row['longest_pause_s']:.1f}",
             f"{row['rejoin_s_median']:.1f} / {row['rejoin_s_longest']:.1f}",
@@ -156,9 +183,33 @@ def _members() -> list[str]:
         )
         for row in found["rows"]
     ]
-    head = ("method", "minutes", "faults", "rounds", "throughput kept, %", "rounds kept, %", "longest pause, s",
+    head = ("method", "minutes", "emulated network", "a fault each, s", "faults", "rounds", "throughput kept, %", "away, %", "of those present, %", "rounds kept, %", "longest pause, s",
             "in again, median / longest, s", "digests that differ", "hangs")  # fmt: skip
     return [MEMBERS.format(**found["rows"][0]), "", _where(found), "", *_table(head, table)]
+
+
+def _arrivals() -> list[str]:
+    found = result("trials/trials_arrivals")
+    if found is None:
+        return []
+    names = ("method", "way", "usual_round_s", "pause_s", "in_after_s", "received_mb", "had_mb", "steps_replayed")
+    table = [(f"`{row['method']}`", *(row[name] for name in names[1:])) for row in found["rows"]]
+    head = ("method", "state is sent by", "usual round, s", "pause, s", "in after, s", "received before and then, MB", "had, MB",
+            "steps taken again")  # fmt: skip
+    shares = ("state", "zlib_1", "zlib_6", "patch_10")
+    codes = [
+        (
+            row["optimizer"],
+            row["vector"],
+            *(f"{100 * row[f'{name}_share']:.0f}" for name in shares),
+            *(row[f"{name}_mb_per_s"] for name in shares[:3]),
+        )
+        for row in found["codes"]
+    ]
+    its_head = ("optimizer", "vector", "code of state, %", "zlib 1, %", "zlib 6, %", "10 steps before, %",
+                "code of state, MB/s", "zlib 1, MB/s", "zlib 6, MB/s")  # fmt: skip
+    text = ARRIVALS.format(**found["rows"][0])
+    return [text, "", _where(found), "", *_table(head, table), "", CODES, "", *_table(its_head, codes)]
 
 
 def _links() -> list[str]:

@@ -1,11 +1,13 @@
 """Trainings whose workers are killed, stopped, cut off, told to leave and fed spoilt bytes, and come again.
 
     python benchmarks/trials/membership.py --minutes 30 --json benchmarks/results/trials/trials_membership.json
+    sudo python benchmarks/trials/membership.py --lab bandwidth=100mbit,delay=20ms --method terngrad
 
 Replicas on this machine train a small network over a membership, under each of some methods: first undisturbed, then
 with a fault each so many seconds at a replica that is drawn. The computing of a step is slept, so that replicas do not
 wait for one another's cores. What is killed or has left is started anew; the server that forks replicas has imported
-what they need.
+what they need, and loaded the kernels. With ``--lab``, each replica is a host of an emulated network. A run that was
+ended goes on by the same command: rows that the file has are not measured again.
 
 - kill: SIGKILL; a new replica is started.
 - stop: SIGSTOP, and SIGCONT after ``--stop-s``.
@@ -13,8 +15,11 @@ what they need.
 - leave: the replica leaves by its own word; a new one is started.
 - corrupt: one bit of what the replica receives in a round flips.
 
-Throughput is that of replicas times rounds that counted. A replica is in again when it has taken a round. Digests of
-parameters are compared over replicas after every round. No round for ``HANG_S`` is a hang.
+Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all
+the time. So it includes what a replica that is away does not compute. The share of the time of replicas that the trial
+itself took away, whatever the members do, is *away*: seconds for which replicas were stopped, and from the end of a
+process until its successor runs. A replica is in again when it has taken a round. Digests of parameters are compared
+over replicas after every round. No round for ``HANG_S`` is a hang.
 """
 
 from __future__ import annotations
@@ -43,17 +48,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
 from benchmarks.lib.runs import earlier, write
+from benchmarks.trials.loaded import preload
 from gradwire.exchange.drivers.transports.gloo import GlooTransport
+from gradwire.link.membership import serving_link
+from gradwire.tools.lab import INTERFACE, Network, Topology, open_network
+from gradwire.tools.processes import enter_namespace
 
 KINDS = ("kill", "stop", "cut", "leave", "corrupt")
 METHODS = ("terngrad", "PowerSGD(matrix_rank=2)", "DiLoCo(every=8, inner=EDEN(bits=4))")
 WIDTH, BATCH = 64, 8
+SMALL = {"width": WIDTH, "momentum": 0.0, "large_bytes": serving_link.LARGE_BYTES}
+"""The network of this trial; that of others may have more state."""
+
 HANG_S, START_S, WARM_S, REST_S = 60.0, 300.0, 5.0, 10.0
 
 
-def network() -> nn.Sequential:
+def network(width: int) -> nn.Sequential:
     """Build four layers."""
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
 
 
 def spoil_next(armed: threading.Event) -> None:
@@ -82,15 +94,34 @@ def cut_off() -> None:
                         held.shutdown(socket.SHUT_RDWR)
 
 
+def move(namespace: str | None) -> None:
+    """Move this process to a host of an emulated network."""
+    if namespace is not None:
+        enter_namespace(namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+def keep(namespace: str | None, listen: str, pipe: Connection) -> None:
+    """Coordinate, on a host of an emulated network."""
+    move(namespace)
+    coordinator = gw.Coordinator(listen)
+    pipe.send((coordinator.port, coordinator.secret))
+    coordinator.serve()
+
+
 def replica(
-    address: str, secret: str, name: str, spec: str, least: int, compute_s: float, pipe: Connection, orders: Connection
-) -> None:
+    address: str, secret: str, name: str, spec: str, least: int, given: argparse.Namespace, namespace: str | None,
+    pipe: Connection, orders: Connection,
+) -> None:  # fmt: skip
     """Train until told to leave, and tell every round that counted."""
+    pipe.send(None)
+    move(namespace)
     torch.set_num_threads(1)
     torch.manual_seed(zlib.crc32(name.encode()))
-    module, armed = network(), threading.Event()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    membership = gw.join(address, secret=secret, name=name, least=least)
+    module, armed = network(given.width), threading.Event()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=given.momentum)
+    serving_link.LARGE_BYTES = given.large_bytes
+    membership = gw.join(address, secret=secret, name=name, least=least, silence_s=given.silence_s)
     spoil_next(armed)
 
     def obey() -> None:
@@ -113,8 +144,8 @@ def replica(
             batch = sampler.draw() or [0]
             draw, before = torch.Generator().manual_seed(batch[0]), link.round
             optimizer.zero_grad()
-            module(torch.randn(BATCH, WIDTH, generator=draw)).square().mean().backward()
-            time.sleep(compute_s)
+            module(torch.randn(BATCH, given.width, generator=draw)).square().mean().backward()
+            time.sleep(given.compute_s)
             try:
                 if not local:
                     link.reduce_()
@@ -131,12 +162,15 @@ def replica(
 class Trial:
     """Replicas of one method, and what they told."""
 
-    def __init__(self, spec: str, replicas: int, compute_s: float) -> None:
-        self.spec, self.compute_s = spec, compute_s
-        self._coordinator = gw.Coordinator("127.0.0.1:0")
-        self._thread = threading.Thread(target=self._coordinator.serve, daemon=True)
-        self._thread.start()
+    def __init__(self, spec: str, given: argparse.Namespace, network: Network | None = None) -> None:
+        self.spec, self._given, self._network = spec, given, network
         self._context = multiprocessing.get_context("forkserver")
+        told, tells = self._context.Pipe()
+        self._host = "127.0.0.1" if network is None else network.address(0)
+        words = (None if network is None else network.namespace_path(0), f"{self._host}:0", tells)
+        self._coordinator = self._context.Process(target=keep, args=words, daemon=True)
+        self._coordinator.start()
+        self._port, self._secret = told.recv()
         self._processes: dict[str, Any] = {}
         self._pipes: dict[Connection, str] = {}
         self._orders: dict[str, Connection] = {}
@@ -147,18 +181,22 @@ class Trial:
         self.compared = 0
         self.rejoined: list[float] = []
         self.stopped: set[str] = set()
+        self.away_s = 0.0
+        self._places: dict[str, int] = {}
         self.told: dict[str, dict[str, int]] = {}
         self._number = 0
-        for _ in range(replicas):
-            self.start(replicas)
+        for place in range(given.replicas):
+            self.start(place, given.replicas)
 
-    def start(self, least: int = 1) -> None:
-        """Start a replica."""
+    def start(self, place: int, least: int = 1) -> None:
+        """Start a replica, on the host at a place."""
         name = f"replica-{self._number}"
         self._number += 1
+        self._places[name] = place
         (ours, theirs), (told, orders) = self._context.Pipe(), self._context.Pipe()
-        words = (f"127.0.0.1:{self._coordinator.port}", self._coordinator.secret, name, self.spec, least)
-        process = self._context.Process(target=replica, args=(*words, self.compute_s, theirs, orders), daemon=True)
+        space = None if self._network is None else self._network.namespace_path(1 + place)
+        words = (f"{self._host}:{self._port}", self._secret, name, self.spec, least, self._given, space)
+        process = self._context.Process(target=replica, args=(*words, theirs, orders), daemon=True)
         process.start()
         theirs.close()
         orders.close()
@@ -182,13 +220,18 @@ class Trial:
     def _take(self, pipe: Connection) -> None:
         name, now_s = self._pipes[pipe], time.monotonic()
         try:
-            round, digest, members, told = pipe.recv()
+            said = pipe.recv()
         except (EOFError, OSError):
             del self._pipes[pipe]
             self._processes.pop(name).join()
             self._orders.pop(name)
-            self.start()
+            self.start(self._places.pop(name))
             return
+        if said is None:
+            # It runs: what follows is gradwire's time.
+            self.away_s += now_s - self.started.get(name, now_s)
+            return
+        round, digest, members, told = said
         self.told[name] = told
         self.counted.setdefault(round, (now_s, members))
         self.compared += round in self.digests
@@ -208,6 +251,7 @@ class Trial:
         elif kind == "stop":
             os.kill(process.pid, signal.SIGSTOP)
             self.stopped.add(name)
+            self.away_s += stop_s
 
             def go_on() -> None:
                 with contextlib.suppress(ProcessLookupError):
@@ -228,18 +272,17 @@ class Trial:
 
     def close(self) -> None:
         """End everything."""
-        for process in self._processes.values():
+        for process in (*self._processes.values(), self._coordinator):
             process.kill()
             process.join()
-        self._coordinator.close()
-        self._thread.join()
 
 
-def tried(spec: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
+def tried(spec: str, given: argparse.Namespace, seed: int, network: Network | None = None) -> dict[str, Any]:
     """Try one method; return its row."""
     draw = random.Random(f"{seed} {spec}")
-    trial = Trial(spec, given.replicas, given.compute_s)
+    trial = Trial(spec, given, network)
     faults: dict[str, int] = {}
+    log: list[tuple[float, str]] = []
     try:
         while trial.started or not trial.counted:
             trial.read(0.5)
@@ -248,27 +291,36 @@ def tried(spec: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
         trial.read(given.quiet_s)
         quiet = trial.rate(began_s)
         trial.rejoined.clear()
+        trial.away_s = 0.0
         began_s = time.monotonic()
         known = len(trial.counted)
         while time.monotonic() - began_s < 60 * given.minutes:
             trial.read(given.every_s)
             kind = KINDS[sum(faults.values()) % len(KINDS)]
+            log.append((time.monotonic(), kind))
             trial.fault(kind, draw, given.stop_s)
             faults[kind] = faults.get(kind, 0) + 1
         trial.read(max(REST_S, given.stop_s + 5))
         disturbed = trial.rate(began_s)
         times = sorted(at for at, _ in trial.counted.values() if at >= began_s)
         longest = max(b - a for a, b in itertools.pairwise(times))
+        pauses: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for at, kind in log:
+            gaps = [b - a for a, b in itertools.pairwise(times) if at <= b and a < at + given.every_s]
+            pauses[kind].append(sum(gap - 1 / quiet[0] for gap in gaps if gap > 1.5 / quiet[0]))
     finally:
         trial.close()
     differing = sum(len(found) > 1 for found in trial.digests.values())
+    away = trial.away_s / (given.replicas * (times[-1] - began_s))
     return {
         "method": spec,
         "seed": seed,
+        "lab": given.lab or "",
         "replicas": given.replicas,
         "compute_s": given.compute_s,
         "every_s": given.every_s,
         "stop_s": given.stop_s,
+        "silence_s": given.silence_s,
         "seconds": round(times[-1] - began_s, 1),
         "faults": sum(faults.values()),
         **{f"faults_{kind}": faults.get(kind, 0) for kind in KINDS},
@@ -277,7 +329,11 @@ def tried(spec: str, given: argparse.Namespace, seed: int) -> dict[str, Any]:
         "rounds_per_s": round(disturbed[0], 3),
         "rounds_kept": round(disturbed[0] / quiet[0], 4),
         "throughput_kept": round(disturbed[1] / quiet[1], 4),
+        "away": round(away, 4),
+        "kept_of_present": round(disturbed[1] / quiet[1] / (1 - away), 4),
         "longest_pause_s": round(longest, 2),
+        **{f"lost_s_{kind}": round(median(found), 2) for kind, found in pauses.items() if found},
+        "lost_s_most": round(max(max(found) for found in pauses.values() if found), 2),
         "rejoined": len(trial.rejoined),
         "rejoin_s_median": round(median(trial.rejoined), 2) if trial.rejoined else None,
         "rejoin_s_longest": round(max(trial.rejoined), 2) if trial.rejoined else None,
@@ -296,20 +352,27 @@ def main() -> int:
     parser.add_argument("--stop-s", type=float, default=10.0)
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--compute-s", type=float, default=0.25, help="slept in each step")
+    parser.add_argument("--silence-s", type=float, default=2.0, help="see gradwire.join; its default is 5")
     parser.add_argument("--method", action="append")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each is a run of so many minutes")
+    parser.add_argument("--lab", help="an emulated network, such as bandwidth=100mbit,delay=20ms")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["gradwire", "gradwire.kernels", "numba"])
+    given = parser.parse_args(namespace=argparse.Namespace(**SMALL))
     methods = given.method or METHODS
-    again = {(spec, given.seed) for spec in methods}
-    rows = [row for row in earlier(given.json, "rows") if (row["method"], row["seed"]) not in again]
-    for spec in methods:
-        gw.warm_up(gw.method(spec))
-        rows.append(tried(spec, given, given.seed))
-        print(rows[-1], flush=True)
-        write(given.json, rows=rows)
+    preload(methods)
+    rows = earlier(given.json, "rows")
+    known = {(row["method"], row["seed"], row.get("lab", "")) for row in rows}
+    with contextlib.ExitStack() as stack:
+        network = None
+        if given.lab:
+            topology = Topology.parse(f"hosts={given.replicas + 1},{given.lab}")
+            network = stack.enter_context(open_network(topology))
+        for seed, spec in itertools.product(given.seeds, methods):
+            if (spec, seed, given.lab or "") in known:
+                continue
+            rows.append(tried(spec, given, seed, network))
+            print(rows[-1], flush=True)
+            write(given.json, rows=rows)
     return int(any(row["rounds_with_differing_digests"] for row in rows))
 
 

@@ -131,6 +131,14 @@ def test_a_worker_killed_in_the_middle_of_a_step_is_left_behind(spec: str) -> No
         assert a.result["residuals_lost"] == (traits.waiting in traits.remembers)
 
 
+def test_nobody_waits_for_the_report_of_a_worker_whose_process_has_ended() -> None:
+    with crew() as workers:
+        # Far longer than a test may take.
+        patient = {"grace_s": 600.0}
+        a, b, c = begin(workers, "abc", "terngrad", a=patient, b={**patient, "die_at": 15}, c=patient)
+        assert (c.end()["members"], a.end()["members"], b.end()) == (2, 2, None)
+
+
 def test_a_stopped_worker_is_left_behind_and_comes_again() -> None:
     with crew() as workers:
         soon = {"silence_s": 4.0, "until_told": True}

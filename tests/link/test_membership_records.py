@@ -10,14 +10,15 @@ import pytest
 
 import gradwire as gw
 from gradwire.link.membership.board import Board
-from gradwire.link.membership.records import MOST_BYTES, Epoch, EpochReport, Member, Request, RunRecord, Seal
+from gradwire.link.membership.records import MOST_BYTES, Epoch, EpochReport, Member, Offer, Request, RunRecord, Seal
 
 SECRET = "0123456789abcdef"
 A, B = Member("a" * 16, "host-1:41"), Member("b" * 16, "host-2:41")
 RECORDS = (
     Epoch(3, (A, B), (B.id,), 7, 640, 32, "0" * 64),
     EpochReport(3, A.id, 8, True, False, False, 640, (B.id,)),
-    Request(B, "f" * 64, 7),
+    Request(B, "f" * 64, 7, True),
+    Offer(3, 8, 2, "10.0.0.1", 4100),
     RunRecord("c" * 16),
 )
 

@@ -86,8 +86,13 @@ class Failures:
     def connect(self, circle: Circle, lanes: Sequence[Lane]) -> None:
         """Begin anew without an error, over other connections."""
         self.error: GradwireError | None = None
-        self.circle, self._lanes = circle, lanes
+        self.circle, self._lanes, self._parted = circle, lanes, False
         circle.break_by(weakref.WeakMethod(self.break_off))
+
+    def forget(self) -> None:
+        """Forget the error: these connections have ended, and others will be made in their place."""
+        with self._lock:
+            self.error, self._parted = None, True
 
     def break_off(self) -> None:
         """Break off what the lanes still wait for, after a rank was lost: Gloo may never end it."""
@@ -127,7 +132,7 @@ class Failures:
 
         A rank that has ended abnormally breaks the link, even if no exchange has failed yet.
         """
-        if self.error is None and self.circle.lost():
+        if self.error is None and not self._parted and self.circle.lost():
             return self.record(WireError("no exchange was under way"), "its next exchange")
         return None if self.error is None else _without_frames(self.error)
 

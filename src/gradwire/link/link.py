@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -149,7 +150,7 @@ class Link(LinkState, LocalStepsUser):
         order, scopes = TransferOrder(), self.method.scopes(self.world_size)
         lanes = mine.circle.connected(
             "the connections of a link",
-            lambda store: [self._site.lane(i, store, order, scopes) for i in range(count)],
+            *(partial(self._site.lane, i, order=order, scopes=scopes) for i in range(count)),
         )
         selection = self._selection
         judge = Judge(lambda: selection.planner.method, self._diagnostics, self._warnings)

@@ -38,7 +38,7 @@ class SideLane:
         self._purpose = purpose
         (self.lane,) = circle.connected(
             f"the connections for {purpose}",
-            lambda store: [Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}")],
+            lambda store: Lane(dist.PrefixStore(purpose, store), rank, world_size, timeout, f"gradwire {purpose}"),
         )
         self.failures = Failures(circle, [self.lane])
         self.close: Callable[[], object] = weakref.finalize(self, close_threads, [self.lane], circle)

@@ -40,6 +40,14 @@ class Group(ABC):
         """Number of ranks."""
         return len(self.ranks)
 
+    def lend_store(self) -> Any:
+        """Return a connection to the store for one thread, which may wait in it."""
+        return self.store.clone()
+
+    def take_back(self, store: Any) -> None:
+        """Take back a connection that was lent, and in which nobody waits any more."""
+        del store
+
     @abstractmethod
     def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
         """Start to gather a tensor from each rank into ``rows``, without waiting."""

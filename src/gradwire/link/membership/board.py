@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
-from gradwire.link.membership.records import Epoch, EpochReport, Member, R, Request, RunRecord, Seal
+from gradwire.link.membership.records import Epoch, EpochReport, Member, Offer, R, Request, RunRecord, Seal
 from gradwire.link.membership.steps import named_key
 
 PORT = 29400
@@ -28,7 +28,7 @@ RUN = "run"
 ASKS = "asks"
 """Key of the number of requests that were written since the coordinator was started."""
 
-CONNECT_S = 5.0
+CONNECT_S = 2.0
 """Time of one attempt to reach the coordinator."""
 
 PAUSE_S = 0.2
@@ -69,6 +69,14 @@ def _set_where(store: Any, key: str, expected: Any, value: str) -> bytes:
     return bytes(store.compare_set(key, expected, value))
 
 
+def _answers(store: Any) -> bool:
+    """Return whether a connection still reaches the coordinator."""
+    try:
+        return bool(store.check([RUN]))
+    except (RuntimeError, dist.DistError):
+        return False
+
+
 def ask_key(number: int) -> str:
     """Return the key of a request."""
     return f"ask/{number}"
@@ -96,6 +104,8 @@ class Board:
         self._secret, self.seal = secret, Seal(secret)
         self._lock = threading.RLock()
         self._store: Any = None
+        self._shared: Any = None
+        self._spare: list[Any] = []
         self._again: OrderedDict[str, str] = OrderedDict()
         self._seen, self._asked = 0, (0, "", 0)
         self._unread: set[int] = set()
@@ -106,8 +116,32 @@ class Board:
     # ------------------------------------------------------------------ connections
 
     def store(self, prefix: str) -> Any:
-        """Return a connection to the store of its own, whose keys begin with a prefix."""
-        return self._do(lambda store: dist.PrefixStore(prefix, store.clone()))
+        """Return a store whose keys begin with a prefix. Nobody may wait in it for a key."""
+        with self._lock:
+            if self._shared is None or not _answers(self._shared):
+                self._shared = self._do(lambda store: store.clone())
+            return dist.PrefixStore(prefix, self._shared)
+
+    def lend(self, prefix: str) -> Any:
+        """Return a connection of its own to the store, whose keys begin with a prefix, for one thread.
+
+        Connections are kept for later: all members need some at the same moment, and those beyond what the
+        coordinator's machine accepts at once would be made after seconds.
+        """
+
+        def found(store: Any) -> Any:
+            while self._spare:
+                kept = self._spare.pop()
+                if _answers(kept):
+                    return kept
+            return store.clone()
+
+        return dist.PrefixStore(prefix, self._do(found))
+
+    def take_back(self, store: Any) -> None:
+        """Take back a connection of :meth:`lend` in which nobody waits any more."""
+        with self._lock:
+            self._spare.append(store.underlying_store)
 
     def _do(self, work: Callable[[Any], T]) -> T:
         """Do some work on the store; connect again, and do it again, as long as it is away.
@@ -118,12 +152,15 @@ class Board:
         began_s = time.monotonic()
         with self._lock:
             while True:
+                broke = self._store is not None
                 try:
                     if self._store is None:
                         self._store = self._connect()
                     return work(self._store)
                 except (RuntimeError, dist.DistError) as error:
                     self._store = None
+                    if broke:
+                        continue  # the connection alone may have ended
                     if time.monotonic() - began_s > self._patience_s:
                         raise ExchangeError(
                             f"the coordinator at {self.host}:{self.port} was out of reach for {self._patience_s:.0f} "
@@ -162,7 +199,7 @@ class Board:
 
     # ------------------------------------------------------------------ records
 
-    def put(self, key: str, record: Epoch | EpochReport) -> None:
+    def put(self, key: str, record: Epoch | EpochReport | Offer) -> None:
         """Write a record."""
         value = self.seal.close(key, record)
         with self._lock:
@@ -246,4 +283,5 @@ class Board:
     def close(self) -> None:
         """Close the connection."""
         with self._lock:
-            self._store = None
+            self._store = self._shared = None
+            self._spare.clear()

@@ -116,7 +116,7 @@ class Coordinator:
         for key in list_keys():
             kind, _, rest = key.partition("/")
             number = rest.partition("/")[0]
-            old = kind in ("epoch", "report", "links") and number.isascii() and number.isdecimal()
+            old = kind in ("epoch", "report", "links", "offer") and number.isascii() and number.isdecimal()
             if old and 1 < int(number[:18]) <= self.epoch.number - KEPT_EPOCHS:
                 self._store.delete_key(key)
 

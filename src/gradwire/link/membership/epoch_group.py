@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.exchange.drivers import Group, break_off
+from gradwire.link.membership.board import Board
 from gradwire.link.membership.records import Epoch
 from gradwire.link.peers.circle import Circle
 from gradwire.link.peers.watch import Watch
@@ -34,22 +35,31 @@ class EpochGroup(Group):
     Args:
         epoch: The epoch.
         place: Place of this member in it.
-        store: Store for this epoch alone.
+        board: The store of the membership.
         silence_s: Seconds without a sign of life after which a member counts as gone.
     """
 
-    def __init__(self, epoch: Epoch, place: int, store: Any, silence_s: float) -> None:
-        self.epoch, self.place, self.store = epoch, place, store
+    def __init__(self, epoch: Epoch, place: int, board: Board, silence_s: float) -> None:
+        self.epoch, self.place, self._board = epoch, place, board
+        self._prefix = f"links/{epoch.number}"
+        self.store = board.store(self._prefix)
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
         self._backend: Any = None
         self._parted_s: float | None = None
+        self._begun: dist.Work | None = None
         self.watch: Watch | None = None
         if len(self.ranks) > 1:
             self.watch = Watch.of(self)
             self.watch.limit_s, self.watch.absence_s = silence_s, ABSENCES * silence_s
             self.watch.meet(self.ranks)
         self.circle = Circle(self)
+
+    def lend_store(self) -> Any:
+        return self._board.lend(self._prefix)
+
+    def take_back(self, store: Any) -> None:
+        self._board.take_back(store)
 
     def connect(self) -> None:
         """Connect the members (collective call).
@@ -61,8 +71,8 @@ class EpochGroup(Group):
             (made,) = self.circle.connected("the connections of an epoch", self._made)
             self._backend = made.backend
 
-    def _made(self, store: Any) -> list[_Backend]:
-        return [_Backend(dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout))]
+    def _made(self, store: Any) -> _Backend:
+        return _Backend(dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout))
 
     def gone(self) -> bool:
         """Return whether a member has ended or given no sign of life, or has left the epoch :data:`LINGER_S` ago.
@@ -83,9 +93,14 @@ class EpochGroup(Group):
         named = () if blame is None else blame.ranks
         return tuple(self.epoch.members[rank].id for rank in named if rank != self.place)
 
+    def vanished(self) -> frozenset[str]:
+        """Return the ids of members that ended or fell silent without a word about it."""
+        ranks = () if self.watch is None else self.watch.vanished(self.ranks)
+        return frozenset(self.epoch.members[rank].id for rank in ranks)
+
     def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        work: dist.Work = self._backend.allgather([list(rows)], [own])
-        return work
+        self._begun = self._backend.allgather([list(rows)], [own])
+        return self._begun
 
     def broadcast(self, row: torch.Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
@@ -116,8 +131,9 @@ class EpochGroup(Group):
         """End the connections, after a word to the others."""
         if self.watch is not None:
             self.watch.leave(how)
-        self.abort()
-        self._backend = None
+        if self._begun is not None and not self._begun.is_completed():
+            self.abort()
+        self._backend = self._begun = None
 
 
 class _Backend:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from gradwire.errors import ExchangeError
 from gradwire.exchange.drivers import Lane
@@ -18,12 +20,23 @@ CLOSE_S = 30.0
 """Time that lanes have to end after their connections were broken; a kernel may be running."""
 
 
+LOOK_S = 0.25
+"""Time between two looks for members that are gone, for an epoch that others have begun, and for requests."""
+
+IDLE_S = 0.01
+"""Time after which a lane counts as one that waits for a message."""
+
+
 class EpochLink(Link):
     """Has the connections of one epoch at a time."""
 
     _party: Party
     _seat: Seat
     _epoch_group: EpochGroup | None
+    _linked: EpochGroup | None = None
+    """The members over which the lanes are open; None while they are not."""
+    _vanished: frozenset[str] = frozenset()
+    """Ids of the members that had ended or fallen silent without a word when the last epoch's connections ended."""
     _broken_s: float | None
     """When the connections of the last epoch were broken; None while they are not."""
 
@@ -44,21 +57,48 @@ class EpochLink(Link):
         """End all connections of this epoch, and everything that uses them."""
         if self._broken_s is None:
             self._broken_s = time.monotonic()
-        group, self._epoch_group = self._epoch_group, None
+        group, self._epoch_group, self._linked = self._epoch_group, None, None
         if self._lanes():
             self._end_lanes()
         if group is not None:
+            self._vanished = group.vanished()
             group.leave(how)
 
     def _end_lanes(self) -> None:
         self._runtime.failures.circle.close()
-        for lane in self._lanes():
+        lanes = self._lanes()
+        for lane in lanes:
+            lane.close(0.0)
+        # A lane that waits for nothing ends at once. To break connections takes milliseconds for each.
+        for lane in [lane for lane in lanes if not lane.close(IDLE_S)]:
             lane.abort()
-        for lane in self._lanes():
-            if not lane.break_off(CLOSE_S):
+        for lane in lanes:
+            if not lane.close(0.0) and not lane.break_off(CLOSE_S):
                 raise ExchangeError(f"{lane.name} did not end within {CLOSE_S:.0f} s after its connections were broken")
+        # A round that counts for those who are left is applied before they meet again.
+        self._runtime.failures.forget()
         self._round = self._step = None
 
     def _group_of(self, epoch: Epoch) -> EpochGroup:
-        store = self._party.board.store(f"links/{epoch.number}")
-        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), store, self._party.silence_s)
+        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), self._party.board, self._party.silence_s)
+
+    def _watch_over(self) -> threading.Condition | None:
+        """Look for what has changed; return the condition that is notified when members end."""
+        self._look()
+        group = self._epoch_group
+        return None if group is None or group.watch is None else group.watch.changed
+
+    def _look(self) -> None:
+        """Look for what has changed."""
+
+
+def keep_watch(look: weakref.WeakMethod[Callable[[], threading.Condition | None]]) -> None:
+    """Look for what has changed, as long as the link exists: at once when a member has ended, or every so often."""
+    while (call := look()) is not None:
+        changed = call()
+        del call
+        if changed is None:
+            time.sleep(LOOK_S)
+        else:
+            with changed:
+                changed.wait(LOOK_S)

@@ -67,7 +67,8 @@ class Membership(Party):
         link = self.link
         if link is not None:
             link.depart()
-            link.close()
+            # A link that could not be opened has nothing to close.
+            getattr(link, "close", lambda: None)()
         self.board.close()
 
     def __enter__(self) -> Membership:

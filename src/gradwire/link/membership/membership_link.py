@@ -27,10 +27,10 @@ from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
 from gradwire.link.membership import steps as p
 from gradwire.link.membership.epoch_group import EpochGroup
-from gradwire.link.membership.party import Party
-from gradwire.link.membership.passing_link import PassingLink
+from gradwire.link.membership.epoch_link import LOOK_S, keep_watch
+from gradwire.link.membership.party import COUNTED, Party
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request, text_of
-from gradwire.link.membership.store_steps import LOOK_S, StoreSteps
+from gradwire.link.membership.store_steps import StoreSteps
 from gradwire.link.parameters import named_parameters
 from gradwire.link.round import Mean
 from gradwire.link.site import warm_up
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class MembershipLink(StoreSteps, PassingLink):
+class MembershipLink(StoreSteps):
     """A :class:`Link` over a membership; ``gradwire.Link(..., group=membership)`` makes one.
 
     It runs the protocol of :mod:`gradwire.link.membership.protocol`: a round is repeated by those who are left when
@@ -77,6 +77,7 @@ class MembershipLink(StoreSteps, PassingLink):
         group.take_link(self)
         # A newcomer that compiles lets all others wait.
         warm_up(self.method, self.options.backend)
+        self._warm_up_state()
         self._lock = group.lock
         self._epoch_group: EpochGroup | None = None
         self._opened = self._in_flight = self._held = False
@@ -87,12 +88,13 @@ class MembershipLink(StoreSteps, PassingLink):
         self._means: list[tuple[Any, torch.Tensor]] = []
         self._before = (0, 0, 0)
         self._asked_s: tuple[float, tuple[Member, ...]] = (-LOOK_S, ())
-        with self._lock:
-            self._come_in()
         self._keeper = threading.Thread(
-            target=_keep, args=(weakref.WeakMethod(self._look),), name="gradwire membership", daemon=True
+            target=keep_watch, args=(weakref.WeakMethod(self._watch_over),), name="gradwire membership", daemon=True
         )
-        self._keeper.start()
+        with self._lock:
+            # A member that takes this one in may be stopped meanwhile.
+            self._keeper.start()
+            self._come_in()
 
     def _checked(self) -> str:
         """Check what the user asked for; return the digest of what all members must have in common."""
@@ -169,6 +171,7 @@ class MembershipLink(StoreSteps, PassingLink):
     def depart(self) -> None:
         """Leave now, between two rounds: what was not sent yet is lost, unless the others end, too."""
         with self._lock:
+            self._stop_serving()
             seat = self._seat
             if seat.epoch is not None and not seat.left:
                 seat.leaving = seat.left = True
@@ -188,9 +191,12 @@ class MembershipLink(StoreSteps, PassingLink):
     def _come_in(self) -> None:
         while True:
             try:
+                self._bring()
                 self._run(self._seat.enter())
+                self._drop_brought()
                 return
             except p.LeftOut:
+                self._drop_brought()
                 self._seat.again()
             except p.StateLost:
                 raise self._lost_state() from None
@@ -219,8 +225,8 @@ class MembershipLink(StoreSteps, PassingLink):
         group = self._epoch_group
         if group is None:
             return
-        # Until all have met, the link knows only of the epoch before.
-        lost = group.gone() or (self._of is group.epoch and self._runtime.failures.circle.lost())
+        # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
+        lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
         if not self._lock.acquire(blocking=False):
             if lost:
                 self._abort()
@@ -235,6 +241,9 @@ class MembershipLink(StoreSteps, PassingLink):
                     self._run(seat.follow(following))
                 elif lost:
                     self._run(seat.recover())
+                elif seat.epoch.members[0].id == seat.me.id:
+                    # A request counts from the second look on: the round's vote must not be the first.
+                    self._requests()
                 self._be_seen()
             except Exception as problem:  # raised in the thread of the training
                 self._problem = problem
@@ -287,6 +296,8 @@ class MembershipLink(StoreSteps, PassingLink):
             self._hang_up("has gone on to the next epoch")
             if self._in_flight and not self._held:
                 self._rewind()
+        elif isinstance(step, p.Serve):
+            self._serve(step)
         elif isinstance(step, p.Hand):
             self._hand(step, seat.current)
         return None
@@ -313,11 +324,12 @@ class MembershipLink(StoreSteps, PassingLink):
         if self.world_size == 1:
             return (word,)
         try:
-            rows = self._channel.gather([float(word.leaving), float(word.joins), float(word.position)])
+            said = [word.leaving, word.joins, word.position, word.offers]
+            rows = self._channel.gather(list(map(float, said)))
         except Exception as error:
             self._count_repeat(error)
             return None
-        return tuple(p.Word(bool(leaving), bool(joins), int(position)) for leaving, joins, position in rows)
+        return tuple(p.Word(bool(a), bool(b), int(position), bool(c)) for a, b, position, c in rows)
 
     def _count_repeat(self, error: Exception) -> None:
         """Count a round that broke because of others; raise if it was this worker's own fault."""
@@ -353,6 +365,7 @@ class MembershipLink(StoreSteps, PassingLink):
             if state is not None:
                 self._take_values(state)
             self._open(group, again=self._opened)
+            self._linked = group
             if not self._opened:
                 self._begin_once()
                 self._runtime.memory.undoes = self._opened = True
@@ -383,18 +396,3 @@ def _has_scopes(method: Method) -> bool:
         return bool(method.scopes(64))
     except GradwireError:
         return True
-
-
-COUNTED = (
-    "epochs", "broken_rounds", "lost", "left", "joined", "left_out", "residuals_lost", "residuals_handed",
-    "digests_compared", "digests_differed",
-)  # fmt: skip
-"""Counts in :meth:`MembershipLink.diagnostics`."""
-
-
-def _keep(look: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Look for what has changed, as long as the link exists."""
-    while (call := look()) is not None:
-        call()
-        del call
-        time.sleep(LOOK_S)

@@ -21,6 +21,13 @@ MOST_CHANGES = 1000
 """Number of changes that a worker remembers."""
 
 
+COUNTED = (
+    "epochs", "broken_rounds", "lost", "left", "joined", "left_out", "residuals_lost", "residuals_handed",
+    "digests_compared", "digests_differed", "state_received_bytes", "state_reused_bytes", "steps_replayed",
+)  # fmt: skip
+"""Counts in ``link.diagnostics()["membership"]``."""
+
+
 class Stateful(Protocol):
     """Has a state of numbers, strings, tensors, lists, tuples and dicts, which a new member takes over."""
 

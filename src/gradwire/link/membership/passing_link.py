@@ -67,8 +67,10 @@ class PassingLink(EpochLink):
     def _state_for_others(self) -> dict[str, Any]:
         link = self.state_dict() if self._opened else None
         parameters = named_parameters(self._asked[0])
+        # Global parameters are in the state of the link.
+        own = link is not None and self._local is not None and isinstance(self._local.parameters, GlobalParameters)
         return {
-            "parameters": {name: flat_view(x.detach()) for name, x in parameters.items()},
+            "parameters": None if own else {name: flat_view(x.detach()) for name, x in parameters.items()},
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "carried": self._party.carried_state(),
             "link": None if link is None else {part: link[part] for part in ("global", "replicated")},
@@ -78,7 +80,7 @@ class PassingLink(EpochLink):
     def _take_values(self, state: Any) -> None:
         """Take over parameters, the optimizer's state, and that of what is carried."""
         own = {name: flat_view(x.detach()) for name, x in named_parameters(self._asked[0]).items()}
-        theirs = state["parameters"]
+        theirs = own if state["parameters"] is None else state["parameters"]
         if {n: (x.shape, x.dtype) for n, x in own.items()} != {n: (x.shape, x.dtype) for n, x in theirs.items()}:
             raise IncompatibleError("the parameters of the other members have other names, types or sizes")
         for name, x in own.items():

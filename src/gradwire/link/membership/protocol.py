@@ -39,6 +39,7 @@ from gradwire.link.membership.steps import (
     Propose,
     Put,
     Requests,
+    Serve,
     StateLost,
     Steps,
     Undo,
@@ -109,6 +110,7 @@ class Seat:
         holds: True if it has the state of the training.
         leaving: Set it to leave after the current round.
         left: True once it has left.
+        offers: Set it on the first member to let all offer their state to newcomers after the current round.
         position: Samples of the data that were handed out, over all members.
         reserve: Samples to hand out to each worker that is taken in, for the round that the others have begun.
         adopted: The latest epochs that it has adopted, the last one last.
@@ -119,9 +121,9 @@ class Seat:
         self.epoch: Epoch | None = None
         self.adopted: deque[Epoch] = deque(maxlen=MOST_ADOPTED)
         self.rounds = self.held = self.position = self.reserve = 0
-        self.holds = self.leaving = self.left = False
+        self.holds = self.leaving = self.left = self.offers = False
         self._changes: tuple[str, ...] | None = None
-        self._has_met = False
+        self._has_met = self._serves = False
 
     @property
     def current(self) -> Epoch:
@@ -139,7 +141,7 @@ class Seat:
         self.me = replace(self.me, id=new_id() if id is None else id)
         self.epoch, self._changes, self._has_met = None, None, False
         self.rounds = self.held = 0
-        self.holds = self.leaving = False
+        self.holds = self.leaving = self.offers = self._serves = False
         self.adopted.clear()
 
     # ------------------------------------------------------------------ coming in
@@ -219,6 +221,9 @@ class Seat:
         Raises:
             LeftOut, StateLost: as :meth:`round`.
         """
+        if self._serves:
+            self._serves = False
+            yield Serve(self.rounds)
         leavers, self._changes = self._changes, None
         if leavers is None:
             return
@@ -245,10 +250,11 @@ class Seat:
         joins = False
         if self.current.members[0].id == self.me.id:
             joins = bool((yield Requests()))
-        return Word(self.leaving, joins, self.position)
+        return Word(self.leaving, joins, self.position, self.offers)
 
     def _note(self, words: Sequence[Word]) -> Steps[None]:
         """Note the changes that the votes of a round announce; if this member leaves, leave."""
+        self._serves = words[0].offers
         members = self.current.members
         leavers = tuple(member.id for member, word in zip(members, words) if word.leaving)
         if not leavers and not words[0].joins:

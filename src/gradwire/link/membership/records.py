@@ -169,11 +169,13 @@ class Request:
         member: The worker.
         terms: Digest of what all members have to have in common: version, method, options and parameters.
         beat: Counts up as long as the worker waits, so that nobody waits for one that has ended.
+        state: True if it asks for state first, and not to be named yet.
     """
 
     member: Member
     terms: str = ""
     beat: int = 0
+    state: bool = False
 
     @staticmethod
     def read(table: Any) -> Request:
@@ -182,9 +184,41 @@ class Request:
         Raises:
             ValueError: it is not a request.
         """
-        member, terms, beat = _fields(table, "member", "terms", "beat")
+        member, terms, beat, state = _fields(table, "member", "terms", "beat", "state")
         _check(_is_text(terms, DIGEST_CHARACTERS) and _is_whole(beat), "a request's terms")
-        return Request(Member.read(member), terms, beat)
+        _check(isinstance(state, bool), "a request's flag")
+        return Request(Member.read(member), terms, beat, state)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The offer of a member to give its state to newcomers.
+
+    Attributes:
+        number: Number of the epoch.
+        round: Number of rounds that counted when the state was taken.
+        members: Number of members that were asked to offer it.
+        host, port: Address at which the member serves it.
+    """
+
+    number: int
+    round: int
+    members: int
+    host: str
+    port: int
+
+    @staticmethod
+    def read(table: Any) -> Offer:
+        """Read a table.
+
+        Raises:
+            ValueError: it is not an offer.
+        """
+        number, round, members, host, port = _fields(table, "number", "round", "members", "host", "port")
+        _check(_is_whole(number, 1) and _is_whole(round) and _is_whole(members, 1), "an offer's number")
+        _check(members <= MOST_MEMBERS and _is_whole(port, 1) and port < 1 << 16, "an offer's port")
+        _check(_is_text(host, MOST_NAME) and host != "", "an offer's host")
+        return Offer(number, round, members, host, port)
 
 
 @dataclass(frozen=True)
@@ -209,8 +243,8 @@ class RunRecord:
         return RunRecord(id)
 
 
-Record = Epoch | EpochReport | Request | RunRecord
-R = TypeVar("R", Epoch, EpochReport, Request, RunRecord)
+Record = Epoch | EpochReport | Request | Offer | RunRecord
+R = TypeVar("R", Epoch, EpochReport, Request, Offer, RunRecord)
 
 
 @dataclass(frozen=True)

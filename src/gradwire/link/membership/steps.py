@@ -27,6 +27,16 @@ def named_key(id: str) -> str:
     return f"named/{id}"
 
 
+def offer_key(number: int, round: int, place: int) -> str:
+    """Return the key at which a member offers its state."""
+    return f"offer/{number}/{round}/{place}"
+
+
+def told_key(id: str) -> str:
+    """Return the key of the offer that answers a newcomer that asked for state."""
+    return f"told/{id}"
+
+
 @dataclass(frozen=True)
 class Put:
     """Write a record."""
@@ -100,11 +110,13 @@ class Word:
         leaving: The member leaves after this round.
         joins: Workers have asked to be named; said by the first member alone.
         position: Samples that were handed out, as far as it knows.
+        offers: Members shall offer the state after this round to newcomers; said by the first member alone.
     """
 
     leaving: bool = False
     joins: bool = False
     position: int = 0
+    offers: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,13 @@ class Break:
 
 
 @dataclass(frozen=True)
+class Serve:
+    """Offer the state as it is after a round to newcomers, while the training goes on; the reply does not matter."""
+
+    round: int
+
+
+@dataclass(frozen=True)
 class Hand:
     """Hand what the members that leave have not sent yet to another one; the reply does not matter."""
 
@@ -143,7 +162,21 @@ class Hand:
 
 
 Step: TypeAlias = (
-    Put | Propose | Collect | Await | Ask | Founders | Requests | Meet | Exchange | Vote | Count | Undo | Break | Hand
+    Put
+    | Propose
+    | Collect
+    | Await
+    | Ask
+    | Founders
+    | Requests
+    | Meet
+    | Exchange
+    | Vote
+    | Count
+    | Undo
+    | Break
+    | Serve
+    | Hand
 )
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Step, Any, T]

@@ -7,40 +7,38 @@ from collections.abc import Sequence
 
 from gradwire.errors import ExchangeError
 from gradwire.link.failures import WarnOnce
-from gradwire.link.membership.epoch_group import EpochGroup
-from gradwire.link.membership.party import Party
-from gradwire.link.membership.protocol import Seat
+from gradwire.link.membership.epoch_link import LOOK_S
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request
-from gradwire.link.membership.steps import FIRST, epoch_key
-
-LOOK_S = 0.25
-"""Time between two looks for members that are gone, for an epoch that others have begun, and for requests."""
+from gradwire.link.membership.serving_link import ServingLink
+from gradwire.link.membership.steps import FIRST, epoch_key, report_key
 
 POLL_S = 0.02
 """Time between two looks for a record that is waited for."""
 
+VANISHED_S = 0.2
+"""Time that members wait, once all others have reported, for those that ended or fell silent without a word: one that
+lives on, and was cut off from them, may reach the store."""
 
-class StoreSteps:
+
+class StoreSteps(ServingLink):
     """Waits for reports, epochs and requests, in the store of a membership."""
 
-    _party: Party
-    _seat: Seat
-    _terms: str
     _warnings: WarnOnce
-    _epoch_group: EpochGroup | None
     _asked_s: tuple[float, tuple[Member, ...]]
     """When requests were read for the last time, and from whom they were."""
 
     def _collect(self, keys: Sequence[str]) -> tuple[EpochReport, ...]:
-        board, end_s = self._party.board, time.monotonic() + self._party.grace_s
-        following = epoch_key(self._seat.current.number + 1)
+        board, grace_s, epoch = self._party.board, self._party.grace_s, self._seat.current
+        began_s, following = time.monotonic(), epoch_key(epoch.number + 1)
+        alive = set(keys) - {report_key(epoch.number, id) for id in self._vanished}
         found: dict[str, EpochReport] = {}
         while len(found) < len(keys) and board.get(following, Epoch) is None:
             for key in keys:
                 report = None if key in found else board.get(key, EpochReport)
                 if report is not None:
                     found[key] = report
-            if time.monotonic() > end_s:
+            waits_s = min(grace_s, VANISHED_S) if alive <= found.keys() else grace_s
+            if time.monotonic() - began_s > waits_s:
                 break
             time.sleep(POLL_S)
         return tuple(found.values())
@@ -61,6 +59,7 @@ class StoreSteps:
             if found is not None:
                 return found
             board.ask(Request(self._seat.me, self._terms))
+            self._catch_up()
             time.sleep(5 * POLL_S)
         raise ExchangeError(
             f"no member took this worker ({self._seat.me.name}) in within {self._party.patience_s:.0f} s: the members "
@@ -89,10 +88,10 @@ class StoreSteps:
         if time.monotonic() - self._asked_s[0] < LOOK_S:
             return self._asked_s[1]
         known = set(self._seat.epoch.ids()) if self._seat.epoch else set()
-        found = []
+        found, asking = list[Member](), list[Member]()
         for request in self._party.board.requests():
             if request.terms == self._terms:
-                found.append(request.member)
+                (asking if request.state else found).append(request.member)
             else:
                 self._warnings.here(
                     f"refused {request.member.id}",
@@ -101,4 +100,9 @@ class StoreSteps:
                 )
         # Asked in every round, the store would be part of its time.
         self._asked_s = (time.monotonic(), tuple(member for member in found if member.id not in known))
+        self._answer_asking(asking)
         return self._asked_s[1]
+
+    def _look_for_requests(self) -> None:
+        self._asked_s = (-LOOK_S, ())
+        self._requests()

@@ -129,7 +129,7 @@ def receive_state(group: EpochGroup, source: int, key: bytes) -> Any:
     try:
         table: Any = decode(text, SUBJECT, rank)
         value, rows = table
-        tensors = [_room(*row[:2]) for row in _listed(rows)]
+        tensors = [room(*row[:2]) for row in _listed(rows)]
         for number, (tensor, row) in enumerate(zip(tensors, rows)):
             body = tensor.reshape(-1).view(torch.uint8)
             if len(body):
@@ -147,7 +147,7 @@ def _listed(rows: Any) -> Any:
     return rows
 
 
-def _room(dtype: Any, shape: Any) -> torch.Tensor:
+def room(dtype: Any, shape: Any) -> torch.Tensor:
     """Return memory for a tensor."""
     kind = DTYPES[dtype]
     size = kind.itemsize

@@ -143,6 +143,11 @@ class Standing:
     unheard: str | None = None
     notices: dict[tuple[str, str], tuple[Notice, float]] = field(default_factory=dict)
 
+    @property
+    def has_vanished(self) -> bool:
+        """True if it ended, or gives no sign of life any more, and has sent no notice of a failure or of its end."""
+        return self.ended_s is not None and self.first(FAILED, BECAUSE, ENDED) is None
+
     def take(self, notice: Notice, now_s: float) -> None:
         """Keep a notice if it is the first of its kind and link; drop the oldest if there are too many."""
         self.notices.setdefault((notice.kind, notice.link), (notice, now_s))

@@ -75,7 +75,7 @@ class Circle:
         self.ranks, self.place, self.world_size = group.ranks, group.place, group.world_size
         self.rank = group.rank
         self.token = ""
-        self._store = group.store
+        self._group, self._store = group, group.store
         self._depends = {*self.ranks, *beside} - {self.rank}
         self._watch = Watch.of(group) if self._depends else None
         self._lost_s: float | None = None
@@ -145,15 +145,17 @@ class Circle:
                 work.wait()
                 return
 
-    def connected(self, purpose: str, make: Callable[[Any], list[C]]) -> list[C]:
+    def connected(self, purpose: str, *makes: Callable[[Any], C]) -> list[C]:
         """Make connections between the ranks, without waiting for a rank that has ended (collective call).
 
-        A wait in a store, or for a rank's answer, cannot be interrupted. So ``make`` runs in a thread of its own. If a
-        rank has ended, that thread is abandoned, and ends with the group's timeout or the process.
+        A wait in a store, or for a rank's answer, cannot be interrupted. So each of ``makes`` runs in a thread of its
+        own, all at the same time. If a rank has ended, the threads are abandoned, and end with the group's timeout or
+        the process.
 
         Args:
             purpose: Purpose of the connections, for messages.
-            make: Called with a store for the link alone, whose connection no other thread of this process uses.
+            makes: Called with a store for the link alone, whose connection no other thread of this process uses. They
+                use different keys.
 
         Raises:
             ExchangeError: a rank is gone.
@@ -161,20 +163,24 @@ class Circle:
         with self.naming(purpose):
             prefix = f"gradwire/{self.token}"
             if self._watch is None:
-                return make(dist.PrefixStore(prefix, self._store))
-            made: Future[list[C]] = Future()
-            making = threading.Thread(
-                target=_fulfil, args=(made, make, prefix, self._store), name="gradwire connections", daemon=True
-            )
-            making.start()
-            while True:
-                gone = self.lost() or self._left()
-                # A rank may have ended after all connections to it were made.
-                if wait([made], SLICE_S).done:
-                    return made.result()
-                if gone:
-                    made.add_done_callback(_close)
-                    raise RuntimeError("a rank has ended before it was connected")
+                return [make(dist.PrefixStore(prefix, self._store)) for make in makes]
+            made: list[Future[C]] = []
+            for make in makes:
+                made.append(Future())
+                words = (made[-1], make, prefix, self._group)
+                threading.Thread(target=_fulfil, args=words, name="gradwire connections", daemon=True).start()
+            try:
+                while True:
+                    gone = self.lost() or self._left()
+                    # A rank may have ended after all connections to it were made.
+                    if not wait(made, SLICE_S).not_done:
+                        return [one.result() for one in made]
+                    if gone:
+                        raise RuntimeError("a rank has ended before it was connected")
+            except Exception:
+                for one in made:
+                    one.add_done_callback(_close)
+                raise
 
     @contextlib.contextmanager
     def naming(self, where: str) -> Iterator[Wait]:
@@ -270,17 +276,20 @@ def _never_came(ranks: list[int], here: int) -> str:
     )
 
 
-def _fulfil(made: Future[list[C]], make: Callable[[Any], list[C]], prefix: str, store: Any) -> None:
+def _fulfil(made: Future[C], make: Callable[[Any], C], prefix: str, group: Group) -> None:
     try:
         # A wait blocks the store for all other threads. If its host has ended, the backend keeps retrying on the copy.
-        made.set_result(make(dist.PrefixStore(prefix, store.clone())))
+        store = group.lend_store()
+        found = make(dist.PrefixStore(prefix, store))
+        group.take_back(store)
+        made.set_result(found)
     except Exception as error:
         made.set_exception(error)
 
 
-def _close(made: Future[list[C]]) -> None:
-    for connections in made.result() if made.exception() is None else []:
-        connections.close()
+def _close(made: Future[C]) -> None:
+    if made.exception() is None:
+        made.result().close()
 
 
 def brief(error: Exception) -> str:

@@ -173,6 +173,11 @@ class Watch:
             standings = {rank: self._standings[rank] for rank in ranks if rank in self._standings}
             return judge(standings, link, orderly=orderly, elsewhere_since_s=elsewhere_since_s)
 
+    def vanished(self, ranks: Iterable[int]) -> list[int]:
+        """Return which ranks ended or fell silent without a word about it."""
+        with self.changed:
+            return [r for r in sorted(set(ranks) & set(self._standings)) if self._standings[r].has_vanished]
+
     def quiet(self, ranks: Iterable[int], now_s: float) -> dict[int, float | None]:
         """Return ranks without a sign of life for :data:`QUIET_S`, and for how many seconds; None: never connected."""
         found: dict[int, float | None] = {}

@@ -219,7 +219,7 @@ def probe(
         timeout = group.timeout
     what = "the measurement of the link"
     (lane,) = mine.circle.connected(
-        what, lambda store: [Lane(store, group.place, group.world_size, timeout, "gradwire probe")]
+        what, lambda store: Lane(store, group.place, group.world_size, timeout, "gradwire probe")
     )
     failures = Failures(mine.circle, [lane])
     try:

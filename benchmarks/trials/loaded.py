@@ -1,0 +1,33 @@
+"""What replicas of a trial need, imported once by the server that forks them: modules, and kernels of some methods."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import gradwire as gw
+from gradwire.link.membership import state_codec
+
+METHODS = "GRADWIRE_TRIAL_METHODS"
+
+
+def preload(methods: Sequence[str]) -> None:
+    """Let the server that forks processes import this module, and load the kernels of some methods."""
+    for spec in methods:
+        gw.warm_up(gw.method(spec))
+    root = str(Path(__file__).resolve().parents[2])
+    os.environ |= {METHODS: ";".join(methods), "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    multiprocessing.set_start_method("forkserver")
+    multiprocessing.set_forkserver_preload([__name__])
+
+
+if multiprocessing.current_process().name == "MainProcess" and METHODS in os.environ:
+    torch.set_num_threads(1)
+    NEEDED = (gw.join, gw.Link, gw.ElasticSampler, gw.Coordinator)
+    state_codec.warm_up()
+    for loaded in filter(None, os.environ[METHODS].split(";")):
+        gw.warm_up(gw.method(loaded))
