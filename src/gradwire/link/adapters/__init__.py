@@ -7,7 +7,9 @@ from gradwire.link.halo_link import HaloLink
 from gradwire.link.link import Link
 from gradwire.link.membership.coordinator import Coordinator
 from gradwire.link.membership.membership import Membership, join
+from gradwire.link.membership.replay import replay
 from gradwire.link.membership.sampler import ElasticSampler
+from gradwire.link.membership.trace import MembershipTrace
 from gradwire.link.selection.link_cost import probe
 from gradwire.link.simulate import SimulatedLink, Simulation, simulate
 from gradwire.link.simulated_halo_link import SimulatedHaloLink
@@ -21,6 +23,7 @@ __all__ = [
     "HaloLink",
     "Link",
     "Membership",
+    "MembershipTrace",
     "SimulatedHaloLink",
     "SimulatedLink",
     "SimulatedLocalSteps",
@@ -32,6 +35,7 @@ __all__ = [
     "join",
     "load",
     "probe",
+    "replay",
     "save",
     "simulate",
     "warm_up",

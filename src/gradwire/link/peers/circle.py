@@ -73,7 +73,7 @@ class Circle:
         self.token = ""
         self._store = group.store
         self._depends = {*self.ranks, *beside} - {self.rank}
-        self._watch = Watch.of(group) if self._depends else None
+        self._watch = Watch.of(group) if self._depends and group.meetings is None else None
         if self._watch is not None:
             self._watch.meet(self._depends)
 
