@@ -14,6 +14,7 @@ from gradwire.link.selection.link_cost import probe
 from gradwire.link.simulate import SimulatedLink, Simulation, simulate
 from gradwire.link.simulated_halo_link import SimulatedHaloLink
 from gradwire.link.simulated_local_steps import SimulatedLocalSteps
+from gradwire.link.simulated_server import SimulatedServer, Turn
 from gradwire.link.site import warm_up
 from gradwire.link.weight_link import WeightLink
 
@@ -27,7 +28,9 @@ __all__ = [
     "SimulatedHaloLink",
     "SimulatedLink",
     "SimulatedLocalSteps",
+    "SimulatedServer",
     "Simulation",
+    "Turn",
     "WeightLink",
     "attach",
     "check_options",
