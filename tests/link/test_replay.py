@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
 import zlib
 from collections.abc import Callable
@@ -9,12 +11,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import gradwire as gw
 from crew import crew, die_in_exchange
+from gradwire.link.membership import steps
+from gradwire.link.membership.protocol import Seat
+from gradwire.link.membership.records import Epoch, Member
+from gradwire.link.membership.trace import MOST_LISTED, History
 
 SPECS = (
     "terngrad",
@@ -197,6 +204,82 @@ def test_the_residual_of_a_worker_that_leaves_is_sent_by_its_heir_and_that_of_a_
     torch.testing.assert_close(left["a2"], lost["a2"] + lost["c2"])
     assert torch.equal(left["b2"], lost["b2"])
     assert lost["c2"].norm() > 0
+
+
+def test_workers_draw_from_generators_of_their_own() -> None:
+    def draws(membership: gw.Membership) -> list[float]:
+        torch.manual_seed(ord(membership.name))
+        link = gw.Link([nn.Parameter(torch.zeros(4))], "terngrad", group=membership)
+        found = []
+        for _ in range(3):
+            found += [float(torch.rand(())), random.random(), float(np.random.rand())]  # noqa: NPY002
+            link.reduce_()
+        return found
+
+    before = torch.get_rng_state()
+    random.seed(3)
+    np.random.seed(4)  # noqa: NPY002
+    alone = gw.replay(gw.MembershipTrace.scripted("b"), draws)
+    random.seed(3)
+    np.random.seed(4)  # noqa: NPY002
+    together = gw.replay(gw.MembershipTrace.scripted("abc"), draws)
+    assert together["b"] == alone["b"]
+    assert together["a"] != together["b"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_member_s_history_has_the_epochs_and_who_left() -> None:
+    """As a seat goes through its protocol, answered by hand: b leaves after the first round, c comes in with it."""
+    a, b, c = (Member(letter * 16, letter) for letter in "abc")
+    seat = Seat(a)
+    following = Epoch(2, (a, c), (c.id,), 1, 8, 4, Epoch(1, (a, b), (b.id,)).digest())
+
+    def reply(step: steps.Step) -> Any:
+        match step:
+            case steps.Founders():
+                return (a, b)
+            case steps.Propose():
+                return step.epoch if step.epoch.number == 1 else following
+            case steps.Exchange():
+                return True
+            case steps.Vote():
+                return (steps.Word(joins=True), steps.Word(leaving=True))
+            case steps.Requests():
+                return (c,)
+        return None
+
+    for part in (seat.enter, seat.round, seat.change):
+        running, answer = part(), None
+        with contextlib.suppress(StopIteration):
+            while True:
+                step = running.send(answer)
+                answer = reply(step)
+                if isinstance(step, steps.Meet):
+                    seat.history.met()
+    told = History()
+    told.load(seat.history.state())
+    for history in (seat.history, told):
+        trace = gw.MembershipTrace.of(history)
+        assert [(row.round, row.members, row.new, row.left) for row in trace.epochs] == [
+            (0, ("a", "b"), ("b",), ()),
+            (1, ("a", "c"), ("c",), ("b",)),
+        ]
+        assert (trace.epochs[1].position, trace.epochs[1].reserved) == (8, 4)
+    with pytest.raises(gw.PayloadError, match="has not the expected form"):
+        told.load([[{"number": 1}, [], True]])
+
+
+def test_a_history_is_bounded_and_workers_of_one_name_are_told_apart() -> None:
+    history = History()
+    members = tuple(Member(f"{number:016x}", "same") for number in range(4))
+    for number in range(1, MOST_LISTED // 4 + 10):
+        history.add(Epoch(number, members))
+        history.met()
+    found = gw.MembershipTrace.of(history)
+    assert len(found.epochs) == MOST_LISTED // 4
+    assert found.epochs[-1].members == ("same", "same (2)", "same (3)", "same (4)")
+    with pytest.raises(gw.IncompatibleError, match="begins with epoch 10"):
+        gw.replay(found, gradients)
 
 
 def test_programs_that_end_too_soon_or_raise_end_the_replay() -> None:
