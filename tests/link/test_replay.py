@@ -343,3 +343,26 @@ def test_a_file_that_holds_no_trace_is_refused(old: str, new: str, reason: str, 
     path.write_text(text.replace(old, new))
     with pytest.raises(gw.IncompatibleError, match=reason):
         gw.MembershipTrace.load(path)
+
+
+@pytest.mark.parametrize("spec", ["fp32", "DiLoCo(every=3, inner=EDEN(bits=4))"])
+def test_samplers_and_parameters_of_a_script_are_those_of_members(spec: str) -> None:
+    """No sample comes twice in a pass, and members hold the same bits after every round."""
+    changes = (2, "is lost", "b"), (4, "joins", "b"), (5, "joins", "d"), (6, "leaves", "a"), (7, "is lost", "c")
+    trace = gw.MembershipTrace.scripted("abc", *changes)
+    steps: dict[str, dict[int, int]] = {name: {} for name in "abcd"}
+
+    def again(membership: gw.Membership) -> dict[str, Any]:
+        return train(membership, spec, lambda link: link.round < 9, steps[membership.name].__setitem__)
+
+    found = gw.replay(trace, again)
+    assert [name for name, result in found.items() if result is None] == ["c"]
+    for round in range(1, 10):
+        row = next(row for row in reversed(trace.epochs) if row.round < round)
+        told = {name for name in "abcd" if round in steps[name]}
+        # One that comes again under local steps has the others' parameters of the round before its first.
+        assert told - set(row.members) <= ({"b"} if round == 4 else set())
+        assert told >= set(row.members)
+        assert len({steps[name][round] for name in told}) == 1
+    drawn = [tuple(batch) for name in "ad" for batch in found[name]["drawn"]]  # type: ignore[index]
+    assert len({i for batch in drawn for i in batch}) == 4 * len(drawn)

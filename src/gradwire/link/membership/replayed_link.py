@@ -175,9 +175,9 @@ class ReplayedLink(MembershipLink):
                 self._hang_up("comes again")
             self._go(order)
             if comes_again:
-                party.stop(PROGRAM)
                 if self.method.traits.local_steps:
                     return []
+                party.stop(PROGRAM)
                 raise LeftOutError(
                     f"the trace has this worker ({party.name}) come in again in epoch {order.epoch.number} at round "
                     f"{order.epoch.round}: its parameters are the others' now; compute the gradient again"
