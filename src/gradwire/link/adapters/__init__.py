@@ -7,7 +7,7 @@ from gradwire.link.halo_link import HaloLink
 from gradwire.link.link import Link
 from gradwire.link.membership.coordinator import Coordinator
 from gradwire.link.membership.membership import Membership, join
-from gradwire.link.membership.replay import replay
+from gradwire.link.membership.conductor import replay
 from gradwire.link.membership.sampler import ElasticSampler
 from gradwire.link.membership.trace import MembershipTrace
 from gradwire.link.selection.link_cost import probe
