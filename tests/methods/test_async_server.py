@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire.model.machine import LinkModel
-from gradwire.model.profile import Timeline
+from gradwire.model.forecast import Scenario, forecast, recommend
+from gradwire.model.machine import DEFAULT, LinkModel
+from gradwire.model.profile import Profile, ReadyBucket, Timeline
 from gradwire.model.schedule import Load
 from gradwire.model.server import ServerProfile, server_time
 from gradwire.seeds import worker_seed
@@ -38,7 +39,7 @@ class Quadratic:
             world_size=WORKERS,
         )  # fmt: skip
 
-    def train(self, pushes: int) -> list[gw.Turn]:
+    def train(self, pushes: int) -> list[gw.ServerTurn]:
         turns = []
         for turn in self.server.turns(pushes):
             self.x.grad = self.x.detach() - self.optima[turn.worker]
@@ -264,3 +265,26 @@ def test_the_predicted_step_is_that_of_a_queue_at_the_servers_link(
     wanted = simulated_step(8, 0.05, push_bytes / rate, fetch_bytes / rate, delay_s, wait=staleness == 0)
     assert found.step_s == pytest.approx(wanted, rel=0.01)
     assert found.floor_s == max(0.05, 8 * max(push_bytes, fetch_bytes) / rate)
+
+
+def test_a_plan_counts_all_workers_bytes_at_the_server_and_does_not_recommend_it() -> None:
+    spec = f"AsyncServer({SPARSE}, staleness=3)"
+    buckets = (ReadyBucket(names=("w",), numel=5000, ready_s=0.01),)
+    timeline = Timeline(forward_s=0.01, buckets=buckets, backward_s=0.02, after_s=0.0)
+    profile = Profile(source="one matrix", parameters={"w": ((100, 50), (50, 1))}, timeline=timeline)
+    found = {}
+    for method in (spec, spec.replace("3)", "3, fetch=TopK(density=0.25))"), f"AsyncServer({SPARSE}, staleness=None)"):
+        setting = Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=1e6))
+        rows, refused = forecast(profile, [method], setting, DEFAULT, repeats=1)
+        assert not refused
+        assert recommend(rows)[0] != method
+        found[method] = rows[1]
+        assert rows[1].apart is not None
+        assert (rows[1].delays, rows[1].exchange_every, rows[1].world_size) == (2.0, 1, 4)
+    whole, sparse, free = found.values()
+    # Each of four workers fetches 5000 float32 in a step; at 1 MB/s that is the floor.
+    assert (whole.sent_bytes, whole.bottleneck) == (80_000, "link")
+    assert whole.step_s >= whole.floor_s == pytest.approx(0.08)
+    assert sparse.sent_bytes < whole.sent_bytes == free.sent_bytes
+    assert "3 steps apart" in str(whole.apart)
+    assert "any number of steps apart" in str(free.apart)

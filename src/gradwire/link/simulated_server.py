@@ -23,7 +23,7 @@ from gradwire.seeds import worker_seed
 
 
 @dataclass(frozen=True)
-class Turn:
+class ServerTurn:
     """A gradient that a worker has to compute.
 
     Attributes:
@@ -144,7 +144,7 @@ class SimulatedServer:
         made.take_place(worker)
         return made
 
-    def turns(self, pushes: int) -> Iterator[Turn]:
+    def turns(self, pushes: int) -> Iterator[ServerTurn]:
         """Yield the turns of some pushes, in the order in which they reach the server.
 
         The gradient of a turn is read when the next one is asked for; it counts as zeros where there is none. A turn at
@@ -158,7 +158,7 @@ class SimulatedServer:
             self._optimizer.zero_grad(set_to_none=True)
             self._put(worker.fetched)
             try:
-                yield Turn(number, worker.clock, self.time_s, worker.lead, self.pushes - worker.since)
+                yield ServerTurn(number, worker.clock, self.time_s, worker.lead, self.pushes - worker.since)
             finally:
                 self._put(own)
             heapq.heappop(self._computing)
