@@ -21,7 +21,7 @@ from crew import crew, die_in_exchange
 from gradwire.link.membership import steps
 from gradwire.link.membership.protocol import Seat
 from gradwire.link.membership.records import Epoch, Member
-from gradwire.link.membership.trace import MOST_LISTED, History
+from gradwire.link.membership.trace import MOST_LISTED, History, TracedEpoch
 
 SPECS = (
     "terngrad",
@@ -366,3 +366,27 @@ def test_samplers_and_parameters_of_a_script_are_those_of_members(spec: str) -> 
         assert len({steps[name][round] for name in told}) == 1
     drawn = [tuple(batch) for name in "ad" for batch in found[name]["drawn"]]  # type: ignore[index]
     assert len({i for batch in drawn for i in batch}) == 4 * len(drawn)
+
+
+@pytest.mark.parametrize("spec", ["terngrad", "DiLoCo(every=3, inner=EDEN(bits=4))"])
+def test_a_worker_that_comes_again_before_the_others_have_met_is_a_new_one(spec: str) -> None:
+    first = gw.MembershipTrace.scripted("ab").epochs[0]
+    trace = gw.MembershipTrace(
+        (
+            first,
+            TracedEpoch(epoch=2, round=2, members=("a",), met=False),
+            TracedEpoch(epoch=3, round=2, members=("a", "b"), new=("b",)),
+        )
+    )
+    counts: dict[str, int] = {}
+    steps: dict[str, dict[int, int]] = {name: {} for name in "ab"}
+
+    def again(membership: gw.Membership) -> int:
+        found = train(membership, spec, lambda link: link.round < 5, steps[membership.name].__setitem__)
+        counts[membership.name] = membership.counts["left_out"]
+        return int(found["round"])
+
+    assert gw.replay(trace, again) == {"a": 5, "b": 5}
+    assert counts == {"a": 0, "b": 1}
+    assert all(steps["a"][round] == steps["b"][round] for round in steps["b"])
+    assert {3, 4, 5} <= steps["b"].keys()

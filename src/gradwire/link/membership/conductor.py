@@ -216,7 +216,7 @@ class _Conductor:
     def _lose(self, worker: _Worker) -> None:
         """End a worker that the trace has no longer, unless it comes again."""
         while worker.at in (CHANGE, PROGRAM):
-            self._let_run(worker)
+            self._run_program(worker)
         if worker.at != ENDED and self._last[worker.name] <= self._at:
             self._let([worker], END)
 
@@ -284,9 +284,12 @@ class _Conductor:
     def _let_run(self, worker: _Worker) -> None:
         """Let one program run until it reaches its link or ends, unless it stands there already."""
         if worker.at in (PROGRAM, CHANGE) and not (worker.at == CHANGE and self._is_due_for(worker)):
-            _set_generators(worker.generators)
-            self._let([worker], RUN)
-            worker.generators = _generators()
+            self._run_program(worker)
+
+    def _run_program(self, worker: _Worker) -> None:
+        _set_generators(worker.generators)
+        self._let([worker], RUN)
+        worker.generators = _generators()
 
     def _is_due_for(self, worker: _Worker) -> bool:
         following = self._following()
