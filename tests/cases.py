@@ -598,6 +598,14 @@ TABLE: dict[str, list[Case]] = {
     ],
     "streaming_diloco": [Case(gw.StreamingDiLoCo(), ring(32), error=2e-7)],
     "easgd": [Case(gw.EASGD(), ring(32), error=2e-7)],
+    "async_server": [
+        Case(gw.AsyncServer(), gather(4 + 32 / 256), memory=True, variance=levels(range(8), 256, "max")),
+        Case(
+            gw.AsyncServer(gw.QSGDinf(block_size=64), staleness=0),
+            gather(4 + 32 / 64),
+            variance=levels(range(8), 64, "max"),
+        ),
+    ],
     "l_greco": [
         Case(gw.LGreCo(), gather(4 + 32 / 512), variance=levels(range(8), 512, "max")),
         Case(

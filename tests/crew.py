@@ -146,3 +146,22 @@ def crew(state: Path | None = None) -> Iterator[Crew]:
         yield made
     finally:
         made.close()
+
+
+def die_in_exchange(at: int) -> None:
+    """End this process by SIGKILL at its ``at``-th operation on a wire."""
+    from gradwire.exchange.drivers.transports.gloo import GlooTransport
+
+    done = [0]
+
+    def counting(usual: Any) -> Any:
+        def counted(*args: Any, **more: Any) -> Any:
+            done[0] += 1
+            if done[0] >= at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return usual(*args, **more)
+
+        return counted
+
+    for name in ("execute", "start"):
+        setattr(GlooTransport, name, counting(getattr(GlooTransport, name)))

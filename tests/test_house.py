@@ -32,6 +32,7 @@ LEAVES = {
             "local_steps",
             "network_cost",
             "ops",
+            "pace",
             "segments",
             "traits",
         )
@@ -49,6 +50,7 @@ LAYERS = {
     "exchange.local_steps": set(),
     "exchange.network_cost": {"errors"},
     "exchange.ops": set(),
+    "exchange.pace": set(),
     "exchange.segments": set(),
     "exchange.traits": set(),
     "optim": {"errors"},

@@ -12,6 +12,7 @@ __all__ = ["OVERVIEW", "pages"]
 TITLES = {
     "allreduce-quantisation": "Quantisers for all-reduce: QSGDMaxNorm, MultiScale, GRandK",
     "alq-amq": "ALQ, AMQ",
+    "asynchronous": "Asynchronous training: DistBelief, stale synchronous parallel",
     "atomo": "ATOMO",
     "cat-adaptive": "CAT",
     "cdfgnn": "CDFGNN",

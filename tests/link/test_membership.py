@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from crew import Crew, Worker, crew
+from crew import Crew, Worker, crew, die_in_exchange
 
 pytestmark = pytest.mark.ranks
 
@@ -32,25 +32,6 @@ EVERY_STEP = (
 
 def digest(module: nn.Module) -> int:
     return zlib.crc32(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy().data)
-
-
-def die_in_exchange(at: int) -> None:
-    """End this process by SIGKILL at its ``at``-th operation on a wire."""
-    from gradwire.exchange.drivers.transports.gloo import GlooTransport
-
-    done = [0]
-
-    def counting(usual: Any) -> Any:
-        def counted(*args: Any, **more: Any) -> Any:
-            done[0] += 1
-            if done[0] >= at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return usual(*args, **more)
-
-        return counted
-
-    for name in ("execute", "start"):
-        setattr(GlooTransport, name, counting(getattr(GlooTransport, name)))
 
 
 def train(

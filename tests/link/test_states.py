@@ -147,6 +147,7 @@ REMEMBERING = [
         "Coded(compressor=ErrorFeedback())",
         "Hierarchical(compressor=ErrorFeedback(), node_size=1)",
         "Hierarchical(compressor=ALQ(), node_size=1)",
+        "AsyncServer(ErrorFeedback(TopK(density=0.1)))",
         "local_sgd",
         "DiLoCo(inner=ErrorFeedback())",
         "StreamingDiLoCo(inner=ErrorFeedback())",

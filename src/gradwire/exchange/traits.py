@@ -36,6 +36,8 @@ class Traits:
         min_numel: Parameters with fewer elements are sent in float32, unless the user sets another limit.
         local_steps: Number of optimizer steps between two exchanges of their changes; 0: gradients are exchanged at
             every synchronised backward.
+        at_own_pace: True if workers push to a server without waiting for each other's steps. In a link, whose workers
+            step together, the method exchanges as the one inside it.
         outcomes_differ: True if each rank has its own outcome of an exchange, so that parameters differ between ranks.
             Their mean over ranks does not change in an exchange.
         sharded: True if a rank keeps state for its own shard of a parameter only, as :meth:`Method.kept_as` returns it.
@@ -80,6 +82,7 @@ class Traits:
     waiting: str = "residual"
     min_numel: int = 1024
     local_steps: int = 0
+    at_own_pace: bool = False
     outcomes_differ: bool = False
     sharded: bool = False
     needs_optimizer: bool = False

@@ -227,7 +227,9 @@ class Link(LinkState, LocalStepsUser):
         )
         # Threads and connections end with the link, also if it is collected or the interpreter ends without close().
         self.close = weakref.finalize(self, close_link, self._runtime, [unbind, self._search.end])
-        register(self)
+        if self.group.meetings is None:
+            # Ranks of one process draw as those of several do, where each link is the first of its process.
+            register(self)
         if self.world_size == 1:
             self._warnings.once("one rank", caution_alone(self.method))
 

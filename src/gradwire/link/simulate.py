@@ -107,6 +107,10 @@ class SimulatedLink:
         self.numel = sum(p.numel() for p in self._parameters.values())
         self.round = self._rounds_here = self.skipped_rounds = self._elements = 0
 
+    def take_place(self, number: int) -> None:
+        """Be one of several links that warn of the same things: only number 0 logs what concerns all."""
+        self._notices.take_place(number, 0)
+
     def reduce_(self, gradients: torch.Tensor, names: Sequence[str] | None = None) -> torch.Tensor:
         """Exchange one round.
 

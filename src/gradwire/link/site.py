@@ -130,6 +130,7 @@ class Site:
 
     def lane(self, number: int, store: Any, order: TransferOrder, scopes: Sequence[Scope]) -> Lane:
         """Make one of the link's lanes."""
+        meetings = self.group.meetings
         return Lane(
             dist.PrefixStore(f"lane/{number}", store),
             self.group.place,
@@ -138,7 +139,9 @@ class Site:
             f"gradwire lane {number}",
             order,
             scopes,
-            connect=connector(self.transport, self.device, self.placement.on_device, self.checks),
+            connect=meetings.connect(number)
+            if meetings is not None
+            else connector(self.transport, self.device, self.placement.on_device, self.checks),
         )
 
     def terms(self) -> dict[str, object]:

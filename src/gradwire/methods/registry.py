@@ -49,6 +49,7 @@ from gradwire.methods.sparse.rand_k import RandK
 from gradwire.methods.sparse.sidco import SIDCo
 from gradwire.methods.sparse.top_k import Threshold, TopK
 from gradwire.methods.ternary.terngrad import TernGrad
+from gradwire.methods.wrappers.async_server import AsyncServer
 from gradwire.methods.wrappers.coded import Coded
 from gradwire.methods.wrappers.hierarchical import Hierarchical
 from gradwire.methods.wrappers.l_greco import LGreCo
@@ -77,6 +78,7 @@ __all__ = [
     "NUQSGD",
     "QSGD",
     "QUICFL",
+    "AsyncServer",
     "CLTk",
     "ChocoSGD",
     "Coded",
@@ -174,6 +176,7 @@ METHODS: tuple[type[Method], ...] = (
     LGC,
     RankCurve,
     Hierarchical,
+    AsyncServer,
     LocalSGD,
     DiLoCo,
     StreamingDiLoCo,

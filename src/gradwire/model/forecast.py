@@ -14,6 +14,7 @@ import torch
 from gradwire.errors import GradwireError
 from gradwire.exchange.local_steps import VELOCITY, StepsLocally
 from gradwire.exchange.method import Method
+from gradwire.exchange.pace import AtOwnPace
 from gradwire.exchange.planning import Options, Pieces, Planner, exchanged, own_buckets
 from gradwire.methods.auto import not_comparable
 from gradwire.methods.spec import method as read_method
@@ -21,6 +22,7 @@ from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, jobs_o
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
 from gradwire.model.schedule import Load, Steps, step_time
+from gradwire.model.server import ServerProfile, server_of, server_time
 
 NOTHING = "ddp fp32"
 """The name of DDP without a hook."""
@@ -236,11 +238,13 @@ def forecast(
         loss=setting.link.loss,
     )
     tensors = profile.tensors()
-    exchanges: dict[str, ExchangeProfile | Cycle] = {}
+    exchanges: dict[str, ExchangeProfile | Cycle | ServerProfile] = {}
     refused: dict[str, str] = {}
     for spec in dict.fromkeys(methods):
         try:
-            if read_method(spec).traits.local_steps:
+            if read_method(spec).traits.at_own_pace:
+                exchanges[spec] = server_of(spec, tensors, profile.timeline.buckets, n, repeats=repeats)
+            elif read_method(spec).traits.local_steps:
                 exchanges[spec] = cycle_of(spec, tensors, n, repeats=repeats)
             else:
                 exchanges[spec] = exchange_of(spec, tensors, profile.timeline.buckets, n, repeats=repeats)
@@ -266,7 +270,7 @@ def forecast(
                 sent_bytes=round(exchange.sent_bytes),
                 bottleneck=steps.bottleneck,
                 worker_steps_per_s=n / steps.step_s,
-                delays=exchange.delays if isinstance(exchange, Cycle) else float(exchange.delays.count),
+                delays=float(exchange.delays.count) if isinstance(exchange, ExchangeProfile) else exchange.delays,
                 exchange_every=exchange.every if isinstance(exchange, Cycle) else 1,
                 extrapolated=machine.beyond(n, link),
                 apart=None if spec == NOTHING else why_apart(spec),
@@ -276,8 +280,10 @@ def forecast(
 
 
 def _steps(
-    timeline: Timeline, exchange: ExchangeProfile | Cycle, machine: Machine, link: LinkModel, load: Load
+    timeline: Timeline, exchange: ExchangeProfile | Cycle | ServerProfile, machine: Machine, link: LinkModel, load: Load
 ) -> Steps:
+    if isinstance(exchange, ServerProfile):
+        return server_time(timeline, exchange, link=link, load=load)
     if isinstance(exchange, Cycle):
         return cycle_time(timeline, exchange, machine=machine, link=link, load=load)
     return step_time(timeline, exchange, machine=machine, link=link, load=load)
@@ -286,6 +292,14 @@ def _steps(
 def why_apart(spec: str) -> str | None:
     """Return why a method should not be chosen by the time of a step; None if it can be."""
     chosen = read_method(spec)
+    if chosen.traits.at_own_pace:
+        stale = cast(AtOwnPace, chosen).staleness
+        apart = "any number of steps" if stale is None else f"{stale} steps"
+        return (
+            "needs a server on a host of its own, through whose link all bytes pass, and lets workers be "
+            f"{apart} apart, so that it may need more steps to the same loss; it is simulated, and does not run over a "
+            "network (gradwire.SimulatedServer)"
+        )
     if chosen.traits.local_steps:
         return (
             f"exchanges in one of {chosen.traits.local_steps} steps, and may need more steps to the same loss than a "

@@ -9,6 +9,7 @@ from gradwire.exchange.drivers.simulation import simulate_ranks
 from gradwire.exchange.drivers.traffic import Meter, Span, Trace, Traffic, dense_bytes, profiled
 from gradwire.exchange.drivers.transfer_order import TransferOrder
 from gradwire.exchange.drivers.transports import break_off, choose_transport, connector, device_of, one_device
+from gradwire.exchange.drivers.transports.in_process import Meetings
 
 __all__ = [
     "LANES",
@@ -19,6 +20,7 @@ __all__ = [
     "Lane",
     "LateChecks",
     "LocalProfiler",
+    "Meetings",
     "Meter",
     "Span",
     "Stage",

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.exchange.drivers.transports.in_process import Meetings
+
 
 class Group(ABC):
     """Some ranks as one of them sees them, with what they need before they have lanes.
@@ -21,6 +23,7 @@ class Group(ABC):
         timeout: Timeout of a collective.
         has_nccl: True if they can exchange tensors on devices by NCCL.
         device: Device of tensors with tables.
+        meetings: Connects ranks that are threads of one process; None if they are processes, which watch one another.
     """
 
     ranks: tuple[int, ...]
@@ -29,6 +32,7 @@ class Group(ABC):
     timeout: timedelta
     has_nccl: bool
     device: torch.device
+    meetings: Meetings | None = None
 
     @property
     def rank(self) -> int:

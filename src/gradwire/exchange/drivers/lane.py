@@ -213,8 +213,7 @@ class Lane:
         Raises:
             TypeError: the transport cannot do that.
         """
-        transports = list((self._transports or {}).values())
-        for transport in transports:
+        for transport in (transports := list((self._transports or {}).values())):
             transport.abort()
         open_futures = [future for future in list(self._futures) if not future.done]
         stuck = [t.awaited for t in transports if t.awaited is not None] + [f for f in open_futures if f.at_once]

@@ -30,7 +30,7 @@ def simulate_ranks(generators: Sequence[Exchange[T]], meters: Sequence[Meter], *
     world_size = len(generators)
 
     def execute(ranks: Sequence[int], ops: Sequence[Op]) -> list[torch.Tensor]:
-        replies = _execute(ops)
+        replies = executed(ops)
         for rank, op in zip(ranks, ops):
             meters[rank].count(op, world_size)
         return replies
@@ -104,7 +104,8 @@ def _name(op: Op) -> str:
     return f"{type(op).__name__}{list(_shape(op))}" + ("" if op.scope is None else f" ({op.scope.name})")
 
 
-def _execute(ops: Sequence[Op]) -> list[torch.Tensor]:
+def executed(ops: Sequence[Op]) -> list[torch.Tensor]:
+    """Execute the operation that each rank of a group has yielded, by rank, and return their replies."""
     first = ops[0]
     if isinstance(first, Reduce):
         total = first.value.clone()

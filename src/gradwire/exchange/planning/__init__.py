@@ -13,7 +13,14 @@ from gradwire.exchange.planning.options import (
     dense_names,
     refuse_scatter,
 )
-from gradwire.exchange.planning.planner import Placement, Planner, measure_coders, own_buckets, place_kernels
+from gradwire.exchange.planning.planner import (
+    Placement,
+    Planner,
+    measure_coders,
+    one_way_bytes,
+    own_buckets,
+    place_kernels,
+)
 from gradwire.exchange.protocols import REDUCE_SCATTER
 
 __all__ = [
@@ -34,6 +41,7 @@ __all__ = [
     "dense_names",
     "exchanged",
     "measure_coders",
+    "one_way_bytes",
     "own_buckets",
     "place_kernels",
     "refuse_scatter",

@@ -97,6 +97,20 @@ def own_buckets(parameters: dict[str, torch.Tensor], most: int) -> list[list[str
     return list(buckets.values())
 
 
+def one_way_bytes(method: Method, parameters: Mapping[str, torch.Tensor], **options: Any) -> int:
+    """Return the bytes of one worker's payload on its way to a single other one, by a dry run of two.
+
+    It is a bound if the length of payloads depends on values.
+
+    Args:
+        method: A method that exchanges gradients.
+        parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
+        options: See :class:`Options`.
+    """
+    planner = Planner(method, parameters, 2, Options.of(options))
+    return planner.sent_bytes(planner.step_order())
+
+
 SAMPLE_NUMEL = 1 << 18
 """Number of elements whose digits are coded in a measurement: few enough that a payload stays in the caches."""
 

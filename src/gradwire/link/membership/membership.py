@@ -14,6 +14,7 @@ from gradwire.exchange.method import is_number, is_whole, require
 from gradwire.link.membership.board import PATIENCE_S, Board, address_of
 from gradwire.link.membership.membership_link import MembershipLink
 from gradwire.link.membership.party import Party
+from gradwire.link.membership.trace import MembershipTrace
 
 SECRET = "GRADWIRE_SECRET"
 """Variable with the secret."""
@@ -29,6 +30,11 @@ class Membership(Party):
 
     link_type = MembershipLink
     """The kind of link that ``gradwire.Link`` makes on it."""
+
+    @property
+    def name(self) -> str:
+        """Name of this worker in messages and traces."""
+        return self.seat.me.name
 
     @property
     def epoch(self) -> int:
@@ -61,6 +67,15 @@ class Membership(Party):
         The round is finished, and what this worker has not sent yet is handed to another one.
         """
         self.seat.leaving = True
+
+    def trace(self) -> MembershipTrace:
+        """Return who took part in which rounds so far, since the training began; see :func:`gradwire.replay`.
+
+        Raises:
+            IncompatibleError: this worker has not been a member yet.
+        """
+        with self.lock:
+            return MembershipTrace.of(self.seat.history)
 
     def close(self) -> None:
         """Leave at once, unless this worker has left already, and close all connections."""

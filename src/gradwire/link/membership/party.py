@@ -17,6 +17,9 @@ from gradwire.link.membership.board import Board
 from gradwire.link.membership.protocol import Seat
 from gradwire.link.membership.records import MOST_NAME, Epoch, Member, new_id
 
+HISTORY = "(history)"
+"""Name of the history of the members beside the names of carried objects."""
+
 MOST_CHANGES = 1000
 """Number of changes that a worker remembers."""
 
@@ -145,8 +148,8 @@ class Party:
         self.carried.update(things)
 
     def carried_state(self) -> dict[str, Any]:
-        """Return the state of all carried objects by name."""
-        return {name: thing.state_dict() for name, thing in self.carried.items()}
+        """Return the state of all carried objects by name, and the history of the members."""
+        return {HISTORY: self.seat.history.state(), **{name: x.state_dict() for name, x in self.carried.items()}}
 
     def load_carried(self, state: Mapping[str, Any]) -> None:
         """Take over the state of all carried objects.
@@ -154,6 +157,8 @@ class Party:
         Raises:
             IncompatibleError: other objects are carried elsewhere.
         """
+        state = dict(state)
+        self.seat.history.load(state.pop(HISTORY, []))
         if state.keys() != self.carried.keys():
             raise IncompatibleError(
                 f"this worker carries {sorted(self.carried)}, and the other members {sorted(state)}: carry the same "
@@ -164,6 +169,7 @@ class Party:
 
     def note(self, before: Epoch | None, epoch: Epoch, left: set[str], seconds: float, kept_residuals: bool) -> None:
         """Note that the members of an epoch have met."""
+        self.seat.history.met()
         names = {member.id: member.name for member in (*(before.members if before else ()), *epoch.members)}
         gone = [id for id in (before.ids() if before else ()) if id not in epoch.ids()]
         lost = tuple(names[id] for id in gone if id not in left)

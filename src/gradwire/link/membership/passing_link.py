@@ -47,6 +47,8 @@ class PassingLink(EpochLink):
                     self._party.counts["residuals_handed"] += 1
         except (RuntimeError, PayloadError):
             self._party.counts["residuals_lost"] += 1
+            # A trace has them as lost members, of whom nothing was left.
+            self._seat.parted = ()
 
     def _pass_state(self, group: EpochGroup, epoch: Epoch) -> Any:
         """Send the state to new members, if this is the first member that has it; receive it, if this one is new."""

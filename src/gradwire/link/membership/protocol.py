@@ -49,6 +49,7 @@ from gradwire.link.membership.steps import (
     named_key,
     report_key,
 )
+from gradwire.link.membership.trace import History
 
 MOST_ADOPTED = 256
 """Number of epochs that a member remembers."""
@@ -114,12 +115,16 @@ class Seat:
         position: Samples of the data that were handed out, over all members.
         reserve: Samples to hand out to each worker that is taken in, for the round that the others have begun.
         adopted: The latest epochs that it has adopted, the last one last.
+        history: All epochs that it knows of, for a trace.
+        parted: Ids of members that leave with the next epoch, and whose unsent parts were handed over.
     """
 
     def __init__(self, me: Member) -> None:
         self.me = me
         self.epoch: Epoch | None = None
         self.adopted: deque[Epoch] = deque(maxlen=MOST_ADOPTED)
+        self.history = History()
+        self.parted: tuple[str, ...] = ()
         self.rounds = self.held = self.position = self.reserve = 0
         self.holds = self.leaving = self.left = self.offers = False
         self._changes: tuple[str, ...] | None = None
@@ -143,6 +148,7 @@ class Seat:
         self.rounds = self.held = 0
         self.holds = self.leaving = self.offers = self._serves = False
         self.adopted.clear()
+        self.history, self.parted = History(), ()
 
     # ------------------------------------------------------------------ coming in
 
@@ -260,6 +266,7 @@ class Seat:
         if not leavers and not words[0].joins:
             return
         heir = next((member.id for member in members if member.id not in leavers), None)
+        self.parted = leavers
         if leavers and heir is not None:
             yield Hand(leavers, heir)
         if self.me.id in leavers:
@@ -296,6 +303,8 @@ class Seat:
             raise LeftOut
         self.epoch, self._changes, self._has_met = epoch, None, False
         self.adopted.append(epoch)
+        self.history.add(epoch, self.parted)
+        self.parted = ()
         # The one that took them in may end before it tells them. Founders are named, too: their requests are answered.
         for id in epoch.ids() if epoch.number == 1 else epoch.new:
             yield Put(named_key(id), epoch)

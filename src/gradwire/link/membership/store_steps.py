@@ -85,9 +85,10 @@ class StoreSteps(ServingLink):
 
     def _requests(self) -> tuple[Member, ...]:
         """Return the workers that have asked and have the same terms; warn of others."""
-        if time.monotonic() - self._asked_s[0] < LOOK_S:
-            return self._asked_s[1]
         known = set(self._seat.epoch.ids()) if self._seat.epoch else set()
+        if time.monotonic() - self._asked_s[0] < LOOK_S:
+            # Those who founded the training may have been read as workers that ask.
+            return tuple(member for member in self._asked_s[1] if member.id not in known)
         found, asking = list[Member](), list[Member]()
         for request in self._party.board.requests():
             if request.terms == self._terms:

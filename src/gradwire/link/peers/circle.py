@@ -77,7 +77,7 @@ class Circle:
         self.token = ""
         self._group, self._store = group, group.store
         self._depends = {*self.ranks, *beside} - {self.rank}
-        self._watch = Watch.of(group) if self._depends else None
+        self._watch = Watch.of(group) if self._depends and group.meetings is None else None
         self._lost_s: float | None = None
         self._break_off: Callable[[], Callable[[], object] | None] = _nothing
         if self._watch is not None:

@@ -1,0 +1,109 @@
+"""The time of a step by a parameter server, whose workers go at their own pace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from gradwire.exchange.method import Method
+from gradwire.exchange.pace import AtOwnPace
+from gradwire.exchange.planning import one_way_bytes
+from gradwire.methods.spec import method as read_method
+from gradwire.model.exchange_profile import exchange_of
+from gradwire.model.machine import LinkModel
+from gradwire.model.profile import ReadyBucket, Timeline
+from gradwire.model.schedule import Load, Steps
+
+PUSH_AND_FETCH = 2.0
+"""One-way delays of a worker's step."""
+
+
+@dataclass(frozen=True)
+class ServerProfile:
+    """A step of a worker whose gradients go to a server.
+
+    Attributes:
+        spec: Spec of the method.
+        workers: Number of workers N.
+        staleness: Clocks that a worker may be ahead of the slowest; None: any number.
+        push_bytes: Bytes of a push.
+        fetch_bytes: Bytes of a fetch.
+        codec_s: Seconds on a core to encode a payload and to decode two, which is more than worker and server need.
+    """
+
+    spec: str
+    workers: int
+    staleness: int | None
+    push_bytes: int
+    fetch_bytes: int
+    codec_s: float
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that the busier direction of the server's network link carries while each worker takes a step."""
+        return self.workers * max(self.push_bytes, self.fetch_bytes)
+
+    @property
+    def delays(self) -> float:
+        """One-way delays on the critical path of a step."""
+        return PUSH_AND_FETCH
+
+
+def server_of(
+    method: str | Method,
+    parameters: Mapping[str, torch.Tensor],
+    buckets: Sequence[ReadyBucket],
+    workers: int,
+    repeats: int = 5,
+) -> ServerProfile:
+    """Profile the pushes and fetches of a method at workers' own pace, on this machine.
+
+    Args:
+        parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
+    """
+    chosen = read_method(method)
+    at_own_pace = cast(AtOwnPace, chosen)
+    one = ReadyBucket(
+        names=tuple(name for bucket in buckets for name in bucket.names),
+        numel=sum(bucket.numel for bucket in buckets),
+        ready_s=0.0,
+    )
+    exchange = exchange_of(at_own_pace.inner, parameters, [one], 2, repeats=repeats)
+    stages = [stage for b in exchange.buckets for run in (b.prepare, *b.chunks) for stage in run]
+    return ServerProfile(
+        spec=repr(chosen),
+        workers=workers,
+        staleness=at_own_pace.staleness,
+        push_bytes=one_way_bytes(at_own_pace.inner, parameters),
+        fetch_bytes=one_way_bytes(at_own_pace.fetch, parameters),
+        codec_s=sum(stage.work_s for stage in stages),
+    )
+
+
+def server_time(timeline: Timeline, profile: ServerProfile, *, link: LinkModel, load: Load) -> Steps:
+    """Predict the mean time of a step of each worker, for workers of one speed and a server on a host of its own.
+
+    Let C be the seconds of a step without an exchange, q those of the codec, L the one-way delay, u and d the seconds
+    of a push and of a fetch on the server's network link, and N the workers. The pushes and fetches of all workers pass
+    that link, one after the other in each direction, and the server decodes them one after the other. With a staleness
+    from 1 on, or none, workers spread out, so that others compute meanwhile::
+
+        max(C + q + u + d + 2 L,  N u,  N d,  N q)
+
+    With ``staleness=0`` nobody fetches before the last push was applied, and whoever fetches first pushes first::
+
+        C + q + u + d + (N - 1) max(u, d) + 2 L
+    """
+    rate = link.bandwidth_bytes_per_s
+    push_s, fetch_s = ((size / rate if rate else 0.0) for size in (profile.push_bytes, profile.fetch_bytes))
+    codec_s, workers = load.stretch * profile.codec_s, profile.workers
+    alone_s = timeline.compute_s + codec_s + PUSH_AND_FETCH * link.latency_s
+    wire_s, step_s = workers * max(push_s, fetch_s), alone_s + push_s + fetch_s
+    if profile.staleness == 0:
+        step_s += (workers - 1) * max(push_s, fetch_s)
+    else:
+        step_s = max(step_s, wire_s, workers * codec_s)
+    return Steps(step_s=step_s, compute_s=timeline.compute_s, busy_s=codec_s, wire_s=wire_s)
