@@ -227,7 +227,7 @@ def attempt(case: Case, number: int) -> tuple[str, str]:
     except (struct.error, OverflowError):
         # The number does not fit its field: nothing to hand over.
         data = flip(good, rng)
-    held = case.subscriber._held
+    held = case.subscriber._held.only
     known = held.run, held.step, held.sums
     try:
         case.subscriber.apply(data)

@@ -238,7 +238,7 @@ def test_bases_without_a_copy_in_memory(base: str, tmp_path: Path) -> None:
 
 
 def test_threads_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.publish.publisher.CHUNK_ELEMENTS", 1 << 17)
+    monkeypatch.setattr("gradwire.publish.encoder.CHUNK_ELEMENTS", 1 << 17)
     patches = []
     for threads in (1, 3):
         trained, served, folder = weights(), zeros(weights()), tmp_path / str(threads)

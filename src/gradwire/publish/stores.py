@@ -21,7 +21,11 @@ PIECE_BYTES = 1 << 22
 
 
 class Place(Protocol):
-    """A place that keeps files by name. A file is whole or not there, and is not changed but by replacing it."""
+    """A place that keeps files by name. A file is whole or not there, and is not changed but by replacing it.
+
+    A place may have a method ``read_range(name, begin, end)``, which returns some bytes of a file. Readers that hold
+    shards then read no more than they need; without it they read files whole.
+    """
 
     def write(self, name: str, pieces: Sequence[Octets | bytes]) -> None:
         """Write a file that consists of pieces, or replace it."""
@@ -137,6 +141,10 @@ class UrlPlace:
                 got += len(part)
         return out[:got]
 
+    def read_range(self, name: str, begin: int, end: int) -> Octets:
+        """Return the bytes ``begin .. end`` of a file, or fewer if it ends before."""
+        return np.frombuffer(self._system.cat_file(self._path(name), start=begin, end=end), np.uint8)
+
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._system.rm_file(self._path(name))
@@ -188,18 +196,34 @@ class StorePlace:
                 self._store.delete_key(self._key(name, mark, number))
 
     def read(self, name: str, most_bytes: int) -> Octets:
+        size, mark = self._found(name)
+        _check_size(f"{name} in the store", size, most_bytes)
+        return self._part(name, size, mark, 0, -(-size // PIECE_BYTES))
+
+    def read_range(self, name: str, begin: int, end: int) -> Octets:
+        """Return the bytes ``begin .. end`` of a file, or fewer if it ends before."""
+        size, mark = self._found(name)
+        end = min(end, size)
+        first = begin // PIECE_BYTES
+        part = self._part(name, size, mark, first, -(-end // PIECE_BYTES))
+        return part[begin - first * PIECE_BYTES : end - first * PIECE_BYTES]
+
+    def _found(self, name: str) -> tuple[int, str]:
         head = self._head(name)
         if head is None:
             raise FileNotFoundError(f"the store has no {name}")
-        size, mark = head
-        _check_size(f"{name} in the store", size, most_bytes)
-        out, at = np.empty(size, np.uint8), 0
-        for number in range(-(-size // PIECE_BYTES)):
+        return head
+
+    def _part(self, name: str, size: int, mark: str, first: int, last: int) -> Octets:
+        """Return values of a file, joined."""
+        begin, end = first * PIECE_BYTES, min(last * PIECE_BYTES, size)
+        out, at = np.empty(max(0, end - begin), np.uint8), 0
+        for number in range(first, last):
             key = self._key(name, mark, number)
             if not self._store.check([key]):
                 raise FileNotFoundError(f"the store has no {key}")
             part = np.frombuffer(self._store.get(key), np.uint8)
-            if len(part) != min(PIECE_BYTES, size - at):
+            if len(part) != min(PIECE_BYTES, end - begin - at):
                 raise PayloadError(f"{key} in the store has {len(part)} bytes: it was damaged")
             out[at : at + len(part)] = part
             at += len(part)

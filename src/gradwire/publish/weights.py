@@ -62,8 +62,12 @@ class Writable(Protocol):
         ...
 
 
-def named_tensors(weights: Tensors) -> dict[str, torch.Tensor]:
+def named_tensors(weights: Tensors, sharded: bool = False) -> dict[str, torch.Tensor]:
     """Return tensors by name: of a module its parameters and the buffers that a checkpoint has, tied ones once.
+
+    Args:
+        weights: A module or named tensors.
+        sharded: Whether DTensors are served.
 
     Raises:
         IncompatibleError: a tensor is sharded, sparse, quantised or of a type without a code, or there is none.
@@ -85,11 +89,9 @@ def named_tensors(weights: Tensors) -> dict[str, torch.Tensor]:
     for name, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
             raise IncompatibleError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise IncompatibleError(
-                f"{name!r} is a {type(tensor).__name__}: pass plain tensors, of a sharded model the full ones, "
-                "such as torch.distributed.checkpoint.state_dict.get_model_state_dict gives with full_state_dict=True"
-            )
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        if not plain and not (sharded and hasattr(tensor, "to_local")):
+            raise IncompatibleError(f"{name!r} is a {type(tensor).__name__}: pass plain tensors or DTensors")
         if tensor.dtype not in BY_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
             raise IncompatibleError(f"{name!r} is {tensor.dtype}, {tensor.layout} on {tensor.device}: not supported")
     return found
