@@ -34,10 +34,7 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
     start, size = tuple(chunk.offsets), tuple(chunk.sizes)
     whole = tuple(tensor.shape)
-    if 0 in size:
-        # An empty shard has no place.
-        return Box(whole, whole, whole)
-    if "_StridedShard" in kinds:
+    if "_StridedShard" in kinds and 0 not in size:
         _check_strided(name, tensor, start, size)
     return Box(start, tuple(a + n for a, n in zip(start, size)), whole)
 
@@ -81,7 +78,7 @@ def local_tensors(weights: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, 
     Raises:
         IncompatibleError: a tensor is of an unsupported kind.
     """
-    tensors = named_tensors(weights)
+    tensors = named_tensors(weights, sharded=True)
     boxes = {name: box_of(name, tensor) for name, tensor in tensors.items()}
     local = {name: t.detach().to_local() if is_shard(t) else t for name, t in tensors.items()}  # type: ignore[attr-defined]
     return local, boxes
@@ -92,7 +89,7 @@ def own_pieces(weights: Tensors, strips: Strips, rank: int, dtype: torch.dtype |
 
     Replicas of a shard are published by the first of the ranks that hold it, tensors that are no DTensors by rank 0.
     """
-    tensors = named_tensors(weights)
+    tensors = named_tensors(weights, sharded=True)
     local, boxes = local_tensors(tensors)
     own = [(name, boxes[name]) for name, t in tensors.items() if (is_owner(t) if is_shard(t) else rank == 0)]
     views = {piece.label: _view(local[piece.name], piece, boxes[piece.name]) for piece in pieces_of(own, strips)}

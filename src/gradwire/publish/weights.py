@@ -13,6 +13,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.publish.container import Octets
+from gradwire.publish.dcp_files import DistributedCheckpoint, is_dcp
 from gradwire.publish.layout import BY_DTYPE, BlockSpan, Entry, Layout
 from gradwire.publish.safetensor_files import TensorPlace, files_of, header_of, read_places, sync
 
@@ -20,7 +21,7 @@ Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, tor
 """A module, or named tensors."""
 
 Weights = Tensors | str | os.PathLike[str]
-"""A module, named tensors, or a safetensors file or folder."""
+"""A module, named tensors, a safetensors file or folder, or, to publish, a folder of torch.distributed.checkpoint."""
 
 
 class Readable(Protocol):
@@ -320,7 +321,7 @@ def readable(weights: Weights, dtype: torch.dtype | None = None) -> Readable:
     if isinstance(weights, str | os.PathLike):
         if dtype is not None:
             raise IncompatibleError(f"dtype={dtype}: files are published as they are")
-        return SavedTensors(weights)
+        return DistributedCheckpoint(weights) if is_dcp(Path(weights)) else SavedTensors(weights)
     return LiveTensors(weights, dtype)
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 import gradwire as gw
 from gradwire.errors import GradwireError, IncompatibleError, PayloadError
 from gradwire.publish.container import ANCHOR, CHANGES, read_head
+from gradwire.publish.dcp_files import is_dcp
 from gradwire.publish.manifest import read_manifest
 from gradwire.publish.stores import open_place
 from gradwire.tools.cli.show import print_json, print_table, table_of
@@ -27,7 +28,7 @@ _NUMBER = re.compile(r"(\d+)$")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A safetensors file or folder of a step.
+    """A safetensors file or folder, or a folder of torch.distributed.checkpoint, of a step.
 
     Attributes:
         step: The number that the folder's name ends with; None: it has none.
@@ -43,26 +44,30 @@ class Checkpoint:
 def find_checkpoints(path: Path) -> list[Checkpoint]:
     """Return the checkpoints of a path, in the order of their steps.
 
-    A path with safetensors files is one checkpoint. Otherwise its folders with such files and a number at the end of
-    their name are, such as ``checkpoint-500`` or ``step_500``.
+    A path with safetensors files, or a folder of torch.distributed.checkpoint, is one checkpoint. Otherwise its folders
+    with such files and a number at the end of their name are, such as ``checkpoint-500`` or ``step_500``.
 
     Raises:
         IncompatibleError: the path is not there.
     """
     if not path.exists():
         raise IncompatibleError(f"{path} does not exist: name a safetensors file or a folder of checkpoints")
-    if path.is_file() or any(path.glob("*.safetensors")):
+    if path.is_file() or _is_checkpoint(path):
         return [Checkpoint(None, path, _stamp(path))]
     found = []
     for folder in path.iterdir():
         number = _NUMBER.search(folder.name)
-        if folder.is_dir() and number and any(folder.glob("*.safetensors")):
+        if folder.is_dir() and number and _is_checkpoint(folder):
             found.append(Checkpoint(int(number.group()), folder, _stamp(folder)))
     return sorted(found, key=lambda checkpoint: checkpoint.step or 0)
 
 
+def _is_checkpoint(folder: Path) -> bool:
+    return is_dcp(folder) or any(folder.glob("*.safetensors"))
+
+
 def _stamp(path: Path) -> tuple[tuple[int, int], ...]:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.distcp")])
     return tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 
