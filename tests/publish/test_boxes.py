@@ -64,7 +64,9 @@ def test_strips_are_those_of_readers() -> None:
     """A shard that begins anywhere is cut where the readers' shards end."""
     box = Box((3, 0), (9, 2), (10, 2))
     assert [(n, b.start[0], b.stop[0]) for n, b in box.strips(0, 4)] == [(1, 3, 6), (2, 6, 9)]
-    pieces = pieces_of([("a.down", box), ("a.up", box), ("empty", Box((2,), (2,), (2,)))], {"*down": (1, 2), "*": (0, 2)})
+    pieces = pieces_of(
+        [("a.down", box), ("a.up", box), ("empty", Box((2,), (2,), (2,)))], {"*down": (1, 2), "*": (0, 2)}
+    )
     assert [piece.label for piece in pieces] == [
         "000 a.down 3:9/10,0:1/2",
         "001 a.down 3:9/10,1:2/2",

@@ -201,7 +201,10 @@ def train_in_two_dimensions(folder: str) -> tuple[str, int, bool]:
     model = nn.Sequential(nn.Linear(30, 48), nn.ReLU(), nn.Linear(48, 20))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    publisher, served = gw.WeightPublisher(model, folder), nn.Sequential(nn.Linear(30, 48), nn.ReLU(), nn.Linear(48, 20))
+    publisher, served = (
+        gw.WeightPublisher(model, folder),
+        nn.Sequential(nn.Linear(30, 48), nn.ReLU(), nn.Linear(48, 20)),
+    )
     publisher.publish(0)
     step = gw.WeightSubscriber(served, folder).update()
     right = all(

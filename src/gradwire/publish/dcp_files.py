@@ -180,7 +180,7 @@ class DistributedCheckpoint:
             raise IncompatibleError(f"{file} is not complete, or was damaged: {str(error)[:300]}") from error
         if not right:
             raise IncompatibleError(f"{file} has another tensor than {entry} at byte {place.offset}: it was replaced")
-        octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        octets: torch.Tensor = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         with self._lock:
             self._kept[key] = octets
             while len(self._kept) > _KEPT:

@@ -110,13 +110,14 @@ class Following:
         for number, (layout, pieces) in zip(numbers, layouts):
             held = HeldPieces(layout, pieces, self.weights, outer, boxes)
             if held.selected:
-                every = len(held.selected) == len(pieces)
+                every = all(n in held.selected or not entry.elements for n, entry in enumerate(layout.entries))
                 parts[number] = HeldWeights(held, None if every else held.selected)
         self.parts, self._keys = parts or {0: self.parts[0]}, keys
-        there_is = self.weights.layout is not None and self.weights.layout.digest == outer.digest
-        if there_is and all(isinstance(held.weights, HeldPieces) and held.weights.readable for held in parts.values()):
-            for held in parts.values():
-                held.identify(threads)
+        known = self.weights.layout is not None and self.weights.layout.digest == outer.digest
+        readable = [isinstance(weights.weights, HeldPieces) and weights.weights.readable for weights in parts.values()]
+        if known and all(readable):
+            for weights in parts.values():
+                weights.identify(threads)
 
     def _box(self, here: Entry, entries: Mapping[str, Entry]) -> Box:
         """Return the box of the published tensor that a tensor at hand is."""

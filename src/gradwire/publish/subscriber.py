@@ -16,9 +16,9 @@ from gradwire.publish.container import ANCHOR, Octets, anchor_layout, read_head
 from gradwire.publish.fetch import fetch, fetch_head
 from gradwire.publish.following import Following
 from gradwire.publish.group import GroupChannel, is_group
-from gradwire.publish.held import HeldWeights
 from gradwire.publish.layout import MAX_LAYOUT_BYTES, Layout
-from gradwire.publish.manifest import Manifest, Stage, read_manifest
+from gradwire.publish.manifest import Manifest, PublishedFile, Stage, read_manifest
+from gradwire.publish.relay import open_relay
 from gradwire.publish.shards import check_slices, local_tensors
 from gradwire.publish.stores import Place, open_place
 from gradwire.publish.weights import FollowingFile, LiveTensors, Weights
@@ -68,6 +68,9 @@ class WeightSubscriber:
             ``publish`` of rank 0.
         slices: For tensors that are parts of published ones, by name: a range of indices for each dimension, or for
             the first ones, such as ``{"down_proj.weight": (slice(None), slice(0, 512))}``.
+        relay: A folder, a URL, a store or a process group to serve in turn with what was fetched and checked: readers
+            there follow it as they would the publisher, in a chain or a tree. Of a process group, this is rank 0, and
+            each of its updates meets one of every other rank.
         run: Follow this run of a publisher only; None: follow a publisher that has been restarted, too.
         threads: Threads that share the work; None: as many as PyTorch uses.
 
@@ -94,6 +97,7 @@ class WeightSubscriber:
         where: object,
         *,
         slices: Mapping[str, Sequence[slice]] | None = None,
+        relay: object = None,
         run: str | None = None,
         threads: int | None = None,
     ) -> None:
@@ -113,6 +117,7 @@ class WeightSubscriber:
         self._run, self._threads = run, threads or torch.get_num_threads()
         self._staged: Following | None = None
         self._refused: set[str] = set()
+        self._relay = open_relay(relay, self._threads)
         codec_kernels()
 
     @property
@@ -131,6 +136,7 @@ class WeightSubscriber:
         return tuple(self._applied)
 
     _applied: Sequence[AppliedFile] = ()
+    _source: Manifest | None = None
 
     def update(self, into: str | None = None, *, full: bool = False) -> int | None:
         """Fetch and write the latest weights; return their step.
@@ -158,18 +164,30 @@ class WeightSubscriber:
         applied: list[AppliedFile] = []
         self._applied = applied
         try:
-            if self._channel is not None:
-                return self._receive(self._channel, held.only, full, applied)
-            for attempt in range(_ATTEMPTS):
-                try:
-                    return self._follow(self._place, held, full, applied) if self._place else held.step
-                except FileNotFoundError as error:
-                    # The publisher may have removed a file since it wrote the manifest that was read.
-                    if attempt == _ATTEMPTS - 1:
-                        raise PayloadError(f"a file that the manifest lists is lost: {error}") from error
+            try:
+                self._fetch(held, full, applied)
+            finally:
+                held.settle()
         finally:
-            held.settle()
+            # Ranks that follow this one wait for it, also if nothing could be fetched.
+            if self._relay is not None:
+                self._relay.flush(self._source, held)
         return held.step
+
+    def _fetch(self, held: Following, full: bool, applied: list[AppliedFile]) -> None:
+        """Fetch and write the latest weights."""
+        if self._channel is not None:
+            self._receive(self._channel, held, full, applied)
+            return
+        for attempt in range(_ATTEMPTS):
+            try:
+                if self._place is not None:
+                    self._follow(self._place, held, full, applied)
+                return
+            except FileNotFoundError as error:
+                # The publisher may have removed a file since it wrote the manifest that was read.
+                if attempt == _ATTEMPTS - 1:
+                    raise PayloadError(f"a file that the manifest lists is lost: {error}") from error
 
     def swap(self) -> int | None:
         """Copy the staged weights to the tensors, at the speed of memory; return their step.
@@ -220,7 +238,8 @@ class WeightSubscriber:
             self._staged.become(self._held)
         return self._staged
 
-    def _receive(self, channel: GroupChannel, held: HeldWeights, full: bool, applied: list[AppliedFile]) -> int | None:
+    def _receive(self, channel: GroupChannel, following: Following, full: bool, applied: list[AppliedFile]) -> None:
+        held = following.only
         layout = held.layout
         if layout is None:
             raise IncompatibleError("weights in files follow a folder, a URL or a store, not a process group")
@@ -237,30 +256,35 @@ class WeightSubscriber:
             now = time.perf_counter()
             applied.append(AppliedFile(head.name, head.step, head.nbytes, head.changed, fetched - began, now - fetched))
             began = now
-        return held.step
+            if self._relay is not None:
+                stage = Stage((PublishedFile.of(head),))
+                self._source = Manifest(head.run.hex(), (head.layout.hex(),), layout.nbytes, stage.files)
+                self._relay.add(self._source, following, stage, [[data]])
 
-    def _follow(self, place: Place, held: Following, full: bool, applied: list[AppliedFile]) -> int | None:
+    def _follow(self, place: Place, held: Following, full: bool, applied: list[AppliedFile]) -> None:
         manifest = read_manifest(place)
         if manifest is None:
-            return held.step
+            return
         if self._run is not None and manifest.run != self._run:
             raise PayloadError(
                 f"{place} has run {manifest.run[:8]}, and this subscriber follows run {self._run[:8]} alone: "
                 "build it with run=None to follow any"
             )
         if not manifest.files:
-            return held.step
+            return
         held.fit(manifest, lambda part: self._layout_of(place, manifest, part), self._threads)
         if held.run is not None and held.run.hex() == manifest.run and manifest.step < (held.step or 0):
             # A cache between here and the publisher may serve an older manifest for a while.
-            return held.step
+            return
+        self._source = manifest
         for stage in self._way(held, manifest, full):
             try:
-                self._write(place, held, stage, applied)
+                data = self._write(place, held, stage, applied)
             except (PayloadError, FileNotFoundError):
                 self._refused.update(file.digest for file in stage.files)
                 raise
-        return held.step
+            if self._relay is not None:
+                self._relay.add(manifest, held, stage, [[octets] for octets in data])
 
     def _layout_of(self, place: Place, manifest: Manifest, part: int) -> Layout:
         """Return the layout of a part, as its latest anchor states it."""
@@ -306,13 +330,14 @@ class WeightSubscriber:
                 states = stage.states
         return way
 
-    def _write(self, place: Place, held: Following, stage: Stage, applied: list[AppliedFile]) -> None:
-        """Fetch the files of all parts of a step, check all of them, then write them."""
-        rows, checked = list[AppliedFile](), []
+    def _write(self, place: Place, held: Following, stage: Stage, applied: list[AppliedFile]) -> list[Octets]:
+        """Fetch the files of all parts of a step, check all of them, then write them; return them."""
+        rows, checked, files = list[AppliedFile](), [], list[Octets]()
         for (part, weights), file in zip(held.parts.items(), stage.files):
             began = time.perf_counter()
             head, data, nbytes = fetch(place, file, weights)
             fetched = time.perf_counter()
+            files.append(data)
             checked.append(weights.check(head, data, self._threads))
             name = head.name if len(stage.files) == 1 else f"{head.name}, part {part}"
             spent = time.perf_counter() - fetched
@@ -321,3 +346,4 @@ class WeightSubscriber:
         held.write(checked)
         spent = (time.perf_counter() - began) / len(rows)
         applied += [replace(row, apply_s=row.apply_s + spent) for row in rows]
+        return files
