@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gradwire.errors import IncompatibleError
 from gradwire.publish.boxes import Box
 from gradwire.publish.container import Octets, PatchHead
-from gradwire.publish.held import HeldWeights
+from gradwire.publish.held import LOSSY_REMEDY, HeldWeights
 from gradwire.publish.layout import Entry, Layout
 from gradwire.publish.manifest import Manifest
 from gradwire.publish.pieces import HeldPieces, check_cover, pieces_of_layout, whole_entries
@@ -25,13 +25,18 @@ class Following:
         weights: The tensors.
         boxes: By name, the box that a tensor is of the published one.
         slices: By name, ranges of indices that a tensor is of the published one. All others are whole.
+        lossy: Whether patches may round differences.
     """
 
     def __init__(
-        self, weights: LiveTensors | FollowingFile, boxes: Mapping[str, Box], slices: Mapping[str, Sequence[slice]]
+        self,
+        weights: LiveTensors | FollowingFile,
+        boxes: Mapping[str, Box],
+        slices: Mapping[str, Sequence[slice]],
+        lossy: bool = False,
     ) -> None:
-        self.weights, self.boxes, self.slices = weights, boxes, slices
-        self.parts: dict[int, HeldWeights] = {0: HeldWeights(weights)}
+        self.weights, self.boxes, self.slices, self.lossy = weights, boxes, slices, lossy
+        self.parts: dict[int, HeldWeights] = {0: HeldWeights(weights, lossy=lossy)}
         self._keys: tuple[str, ...] = ()
 
     @property
@@ -83,6 +88,8 @@ class Following:
         Raises:
             IncompatibleError: the published tensors are not those at hand.
         """
+        if manifest.lossy and not self.lossy:
+            raise IncompatibleError(f"run {manifest.run[:8]} rounds differences by {manifest.lossy}: {LOSSY_REMEDY}")
         if not manifest.sharded and not self.sliced:
             self._fit_whole(manifest, layout_of, threads)
             return
@@ -111,7 +118,7 @@ class Following:
             held = HeldPieces(layout, pieces, self.weights, outer, boxes)
             if held.selected:
                 every = all(n in held.selected or not entry.elements for n, entry in enumerate(layout.entries))
-                parts[number] = HeldWeights(held, None if every else held.selected)
+                parts[number] = HeldWeights(held, None if every else held.selected, lossy=self.lossy)
         self.parts, self._keys = parts or {0: self.parts[0]}, keys
         known = self.weights.layout is not None and self.weights.layout.digest == outer.digest
         readable = [isinstance(weights.weights, HeldPieces) and weights.weights.readable for weights in parts.values()]
@@ -136,7 +143,7 @@ class Following:
 
     def _fit_whole(self, manifest: Manifest, layout_of: LayoutOf, threads: int) -> None:
         if self._keys:
-            self.parts, self._keys = {0: HeldWeights(self.weights)}, ()
+            self.parts, self._keys = {0: HeldWeights(self.weights, lossy=self.lossy)}, ()
         held = self.parts[0]
         layout = held.layout
         if layout is not None and layout.digest.hex() != manifest.parts[0]:
@@ -168,7 +175,7 @@ class Following:
             self.parts, self._keys = {}, other._keys
             for number, held in other.parts.items():
                 pieces = held.weights.over(self.weights) if isinstance(held.weights, HeldPieces) else self.weights
-                self.parts[number] = HeldWeights(pieces, held.selected)
+                self.parts[number] = HeldWeights(pieces, held.selected, lossy=self.lossy)
         for number, held in other.parts.items():
             mine = self.parts[number]
             mine.become(held)

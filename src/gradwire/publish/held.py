@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.publish.codec import DecodedChunk, in_parallel, sums_of, total_sums
-from gradwire.publish.container import ANCHOR, Octets, PatchHead, anchor_layout, check_against, digest_of
+from gradwire.publish.container import ANCHOR, LOSSY, Octets, PatchHead, anchor_layout, check_against, digest_of
 from gradwire.publish.layout import Layout
+from gradwire.publish.lossy import LossyChunk
 from gradwire.publish.pieces import HeldPieces
 from gradwire.publish.weights import LiveTensors, Writable
+
+LOSSY_REMEDY = "build the subscriber with lossy=True to hold weights that are exact at anchors only"
 
 
 class HeldWeights:
@@ -18,6 +21,7 @@ class HeldWeights:
     Args:
         weights: The tensors.
         selected: Numbers of the layout's tensors that are at hand; None: all.
+        lossy: Whether patches may round differences.
 
     Attributes:
         weights: The tensors.
@@ -26,8 +30,9 @@ class HeldWeights:
         sums: Sum of words of each tensor, if it is known.
     """
 
-    def __init__(self, weights: Writable, selected: frozenset[int] | None = None) -> None:
+    def __init__(self, weights: Writable, selected: frozenset[int] | None = None, *, lossy: bool = False) -> None:
         self.weights = weights
+        self.lossy = lossy
         self.selected = selected
         self.run: bytes | None = None
         self.step: int | None = None
@@ -83,12 +88,17 @@ class HeldWeights:
         layout = self._layout_for(head)
         places, numbers = head.places(), self.wanted(head, layout)
 
-        def decode(number: int) -> DecodedChunk:
+        def decode(number: int) -> DecodedChunk | LossyChunk:
             chunk, body = head.chunks[number], data[places[number]]
             if digest_of(body.data) != chunk.digest:
                 raise PayloadError(f"{head.name}: chunk {number} was damaged: its digest differs")
+            spans = layout.spans(chunk.first, chunk.blocks)
+            if chunk.kind == LOSSY and not self.lossy:
+                raise IncompatibleError(f"{head.name} rounds differences: {LOSSY_REMEDY}")
             try:
-                return DecodedChunk(chunk.kind, layout.spans(chunk.first, chunk.blocks), body)
+                if chunk.kind == LOSSY:
+                    return LossyChunk(spans, body, head.run, head.step)
+                return DecodedChunk(chunk.kind, spans, body)
             except PayloadError as error:
                 raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
 
@@ -157,14 +167,14 @@ class HeldWeights:
         self,
         head: PatchHead,
         layout: Layout,
-        decode: Callable[[int], DecodedChunk],
+        decode: Callable[[int], DecodedChunk | LossyChunk],
         numbers: Sequence[int],
         threads: int,
-    ) -> list[DecodedChunk | None]:
+    ) -> list[DecodedChunk | LossyChunk | None]:
         """Decode chunks, and compare the sums of all tensors at hand; return the decoded chunks that are kept."""
         read, whole = self.weights.read, head.kind == ANCHOR
 
-        def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], DecodedChunk | None, int]:
+        def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], DecodedChunk | LossyChunk | None, int]:
             chunk = decode(number)
             try:
                 before, change = ({}, chunk.sums()) if whole else chunk.check(read)

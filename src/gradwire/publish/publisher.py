@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError, PayloadError
+from gradwire.exchange.method import Method
 from gradwire.publish.bases import open_base
 from gradwire.publish.boxes import Box, Piece, Strips, check_strips, covers
 from gradwire.publish.codec import codec_kernels
@@ -21,6 +22,7 @@ from gradwire.publish.container import NO_STEP
 from gradwire.publish.encoder import File, StepEncoder
 from gradwire.publish.group import GroupChannel, is_group
 from gradwire.publish.layout import Layout
+from gradwire.publish.lossy import LossyPatches, lossy_spec
 from gradwire.publish.manifest import MANIFEST, Manifest, PublishedFile, read_manifest, remove_unlisted
 from gradwire.publish.part_ranks import Alone, GroupRanks, PartRanks, any_of, together
 from gradwire.publish.shards import CutTensors, is_shard, own_pieces
@@ -84,6 +86,10 @@ class WeightPublisher:
         strips: How readers divide tensors: for patterns of names the dimension, and the number of strips, such as
             ``{"*.down_proj.weight": (1, 8), "*": (0, 8)}`` for up to eight tensor-parallel readers. Readers that hold
             shards then fetch theirs alone. The first pattern that fits counts. None: tensors are not cut further.
+        lossy: A method by which differences are rounded, such as "EDEN(bits=4)" or "TopK(density=0.01)": an operator on
+            one vector. Patches are then shorter and not exact. What one leaves out is part of the next difference, and
+            each ``anchor_every``-th patch is exact. Readers ask for it by their own ``lossy=True``. None: all patches
+            are exact.
         group: The ranks that publish sharded tensors, on a backend that serves CPU tensors; None: all.
         threads: Threads that share the work; None: as many as PyTorch uses.
 
@@ -112,6 +118,7 @@ class WeightPublisher:
         dtype: torch.dtype | None = None,
         resume: bool = False,
         strips: Strips | None = None,
+        lossy: str | Method | None = None,
         group: Any = None,
         threads: int | None = None,
     ) -> None:
@@ -133,17 +140,21 @@ class WeightPublisher:
         with together(self._ranks, "read its tensors"):
             weights = self._readable(tensors)
             layout = None if weights is None else weights.layout
+        spec = "" if lossy is None else lossy_spec(lossy)
+        rounding = LossyPatches(spec) if spec else None
+        if rounding is not None and base == "sums":
+            raise HyperparameterError('base="sums" has no copy of what readers hold, which lossy= compares with')
         run = self._ranks.gather(secrets.token_bytes(16))[0]
         parts, part = _parts_of(self._ranks, layout, self._cut)
         self._encoder: StepEncoder | None = None
         with together(self._ranks, "open its base"):
             if layout is not None:
                 threads = threads or torch.get_num_threads()
-                self._encoder = StepEncoder(layout, open_base(base, layout), run, threads, part)
+                self._encoder = StepEncoder(layout, open_base(base, layout), run, threads, part, rounding)
         sizes = [0, 0] if layout is None else [layout.nbytes, layout.elements]
         told = [json.loads(row) for row in self._ranks.gather(json.dumps(sizes).encode())]
         nbytes, self._elements = (sum(numbers) for numbers in zip(*told))
-        self._manifest = Manifest(run.hex(), parts, nbytes, (), self._cut)
+        self._manifest = Manifest(run.hex(), parts, nbytes, (), self._cut, spec)
         self._step, self._since_anchor = NO_STEP, 0
         # Whether the base and the sums are those of the latest step.
         self._chained = False
@@ -190,8 +201,9 @@ class WeightPublisher:
         chained, due = self._agree(step)
         self._chained = False
         self._since_anchor += 1
+        exact = due or self._since_anchor >= self._anchor_every
         with together(self._ranks, f"encode its part of step {step}"):
-            patch, anchor, changed = self._encode(step, weights, chained, due)
+            patch, anchor, changed = self._encode(step, weights, chained, due, exact)
         encoded = time.perf_counter()
         if self._channel is not None:
             file = anchor or patch
@@ -203,7 +215,7 @@ class WeightPublisher:
             self._chained = chained
             totals = self._send(step, patch, anchor, changed)
         self._chained = True
-        self._since_anchor = 0 if due else self._since_anchor
+        self._since_anchor = 0 if exact else self._since_anchor
         written = time.perf_counter()
         return Publication(
             step, totals[0], totals[1], self._manifest.nbytes, self._elements, totals[2], encoded - began,
@@ -252,7 +264,12 @@ class WeightPublisher:
         if not data:
             return
         manifest = Manifest.parse(data)
-        if manifest.parts != self._manifest.parts or manifest.sharded != self._cut or not manifest.files:
+        if (
+            manifest.parts != self._manifest.parts
+            or manifest.sharded != self._cut
+            or not manifest.files
+            or manifest.lossy != self._manifest.lossy
+        ):
             return
         same = True
         if self._encoder is not None and weights is not None:
@@ -267,7 +284,7 @@ class WeightPublisher:
         self._since_anchor = next((i for i, stage in enumerate(stages) if stage.kind == "anchor"), 0)
 
     def _encode(
-        self, step: int, weights: Readable | None, chained: bool, due: bool
+        self, step: int, weights: Readable | None, chained: bool, due: bool, exact: bool
     ) -> tuple[File | None, File | None, int]:
         """Return the patch and the anchor of a step, if it has them, and the number of changed elements."""
         base_step, self._step = self._step, step
@@ -278,7 +295,7 @@ class WeightPublisher:
             return None, None, 0
         patch, changed = None, encoder.layout.elements
         if chained:
-            patch, changed = encoder.patch(step, base_step, weights)
+            patch, changed = encoder.patch(step, base_step, weights, exact=exact)
             if not self._channel:
                 self._pending.append((patch, False))
         else:

@@ -68,6 +68,8 @@ class WeightSubscriber:
             ``publish`` of rank 0.
         slices: For tensors that are parts of published ones, by name: a range of indices for each dimension, or for
             the first ones, such as ``{"down_proj.weight": (slice(None), slice(0, 512))}``.
+        lossy: Follow a publisher that rounds differences (its ``lossy``), too. What is verified is then that the
+            tensors are what the publisher knows its readers to hold.
         relay: A folder, a URL, a store or a process group to serve in turn with what was fetched and checked: readers
             there follow it as they would the publisher, in a chain or a tree. Of a process group, this is rank 0, and
             each of its updates meets one of every other rank.
@@ -97,6 +99,7 @@ class WeightSubscriber:
         where: object,
         *,
         slices: Mapping[str, Sequence[slice]] | None = None,
+        lossy: bool = False,
         relay: object = None,
         run: str | None = None,
         threads: int | None = None,
@@ -107,11 +110,11 @@ class WeightSubscriber:
         if isinstance(tensors, str | os.PathLike):
             if slices:
                 raise IncompatibleError("slices: a file has whole tensors")
-            self._held = Following(FollowingFile(tensors), {}, {})
+            self._held = Following(FollowingFile(tensors), {}, {}, lossy)
         else:
             local, boxes = local_tensors(tensors)
             check_slices(slices, list(local))
-            self._held = Following(LiveTensors(local), boxes, slices)
+            self._held = Following(LiveTensors(local), boxes, slices, lossy)
         self._channel = GroupChannel(where) if is_group(where) else None
         self._place = None if self._channel else open_place(where)
         self._run, self._threads = run, threads or torch.get_num_threads()
@@ -234,7 +237,7 @@ class WeightSubscriber:
         if not isinstance(live, LiveTensors):
             raise IncompatibleError('into="staging" is for tensors in memory: a file is replaced at once in any case')
         if self._staged is None:
-            self._staged = Following(live.clone(), self._held.boxes, self._held.slices)
+            self._staged = Following(live.clone(), self._held.boxes, self._held.slices, self._held.lossy)
             self._staged.become(self._held)
         return self._staged
 
