@@ -37,7 +37,7 @@ SHARE = 0.0183
 LATE_AT, OUTAGE_AT_S, OUTAGE_S, SILENT = 40, 10.0, 5.0, 2
 """Step at which the late reader begins; when, how long and on which host the link is silent."""
 
-PORT = 29700
+PORT, KEPT_WHOLE = 29700, 40
 READERS = (1, 2, 3)
 
 
@@ -65,8 +65,9 @@ def train(address: str, mode: str, elements: int, steps: int) -> None:
     import gradwire as gw
 
     weights = tensors_of(elements)
-    every = 1 if mode == "whole" else 50
-    publisher = gw.WeightPublisher(weights, store_of(address, PORT, True), every)
+    # Whole files stay long enough for readers that share the link.
+    settings = {"anchor_every": 1, "keep_anchors": KEPT_WHOLE} if mode == "whole" else {}
+    publisher = gw.WeightPublisher(weights, store_of(address, PORT, True), **settings)
     publisher.publish(0)
     say(event="ready")
     sys.stdin.readline()
@@ -80,7 +81,8 @@ def train(address: str, mode: str, elements: int, steps: int) -> None:
         time.sleep(max(0.0, begun + step * STEP_S - time.monotonic()))
         say(event="step", step=step)
         told = publisher.publish(step)
-        say(event="published", step=step, nbytes=told.patch_bytes or told.anchor_bytes, changed=told.changed)
+        nbytes = told.anchor_bytes if mode == "whole" else told.patch_bytes
+        say(event="published", step=step, nbytes=nbytes, changed=told.changed)
     say(event="sums", sums=sums_of(weights))
     sys.stdin.readline()
 
