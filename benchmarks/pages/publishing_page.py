@@ -1,6 +1,8 @@
-"""The measured part of ``docs/publishing-weights.md``: bits, speed, and hostile patches."""
+"""The measured part of ``docs/publishing-weights.md``: bits, speed, freshness over links, and hostile patches."""
 
 from __future__ import annotations
+
+from statistics import median
 
 from benchmarks.lib.page_parts import where
 from benchmarks.lib.results import result
@@ -10,7 +12,7 @@ __all__ = ["measured"]
 
 def measured() -> str:
     """Return the measured part of the page; a sentence where nothing has been measured."""
-    parts = [line for part in (_bits(), _codes(), _speed(), _hostile()) for line in part]
+    parts = [line for part in (_bits(), _codes(), _speed(), _freshness(), _hostile()) for line in part]
     return "\n".join(parts or ["Nothing has been measured yet."]).rstrip()
 
 
@@ -77,6 +79,45 @@ def _speed() -> list[str]:
             f"| {row['peak_bytes'] / 1e9:.1f} GB for {row['weight_bytes'] / 1e9:.1f} GB of weights |"
         )
     return [*lines, ""]
+
+
+_MODES = {"whole": "whole files", "patches": "patches", "relay": "patches, by a relay"}
+_HOSTS = {1: "from the first step on", 2: "its link is silent for a while", 3: "begins late"}
+
+
+def _freshness() -> list[str]:
+    found = result("speed/published_freshness")
+    if not found:
+        return []
+    rows = found["rows"]
+    lines = [
+        f"Readers of {found['elements'] / 1e6:.0f} M bfloat16 weights over links of 100 Mbit/s: {found['steps']} steps, two a second, in each of which {100 * found['share']:.2f} % of the elements "
+        f"move by a unit (the share at a learning rate of 1e-6). Three readers and a store at the trainer's host; with a relay, the first reader serves the two others. One link is silent for {found['outage_s']:.0f} s, and one reader begins after step {found['late_at_step']}. "
+        f"Fresh: seconds from the end of a step until a reader holds it or a later one, without the outage and what follows in 5 s. Medians of {found['turns']} turns, with the least and the most. `python benchmarks/speed/published_freshness.py`. "
+        f"{where(found)}. Trainer, readers and network shared the two cores with others.",
+        "",
+        "| published | reader | bytes a step | fresh, median of steps, s | fresh, slowest step, s | steps behind, mean | fresh again after the outage, s | late reader's first weights, s | sent by the trainer |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for mode, title in _MODES.items():
+        for host, reader in _HOSTS.items():
+            chosen = [row for row in rows if (row["mode"], row["host"]) == (mode, host)]
+            if not chosen:
+                continue
+            step_bytes, sent = (median(row[name] for row in chosen) / 1e6 for name in ("step_bytes", "trainer_sent_bytes"))
+            cells = [
+                _spread([row[name] for row in chosen if row[name] is not None])
+                for name in ("fresh_median_s", "fresh_most_s", "behind_mean_steps", "after_outage_s", "first_s")
+            ]
+            lines.append(f"| {title} | {reader} | {step_bytes:.2f} MB | {' | '.join(cells)} | {sent:.0f} MB |")
+    return [*lines, ""]
+
+
+def _spread(values: list[float]) -> str:
+    """Return a median, and the least and the most of several values."""
+    if not values:
+        return ""
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def _hostile() -> list[str]:

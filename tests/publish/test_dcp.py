@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,3 +96,22 @@ def test_files_that_are_cut_short_are_refused(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(gw.IncompatibleError, match="is not complete"):
         gw.WeightPublisher(tmp_path / "c", tmp_path / "place").publish(0)
+
+
+def test_damaged_metadata_is_refused_or_read(tmp_path: Path) -> None:
+    """Any damage ends in the one error, or in metadata that fits together: nothing else is raised."""
+    save(weights(), tmp_path / "c")
+    good = (tmp_path / "c" / ".metadata").read_bytes()
+    rng, refused = np.random.default_rng(0), 0
+    for _ in range(400):
+        data = bytearray(good)
+        for _ in range(int(rng.integers(1, 4))):
+            data[int(rng.integers(len(data)))] = int(rng.integers(256))
+        if rng.random() < 0.2:
+            data = data[: int(rng.integers(len(data)))]
+        (tmp_path / "c" / ".metadata").write_bytes(data)
+        try:
+            DistributedCheckpoint(tmp_path / "c")
+        except gw.IncompatibleError:
+            refused += 1
+    assert refused > 200

@@ -14,7 +14,7 @@ from test_kills import Breaker, Crash
 from weight_cases import copies, manifest, nudge, same, weights, zeros
 
 import gradwire as gw
-from gradwire.publish.boxes import Box, pieces_of
+from gradwire.publish.boxes import TensorBox, pieces_of
 from gradwire.publish.weights import LiveTensors
 
 
@@ -52,7 +52,7 @@ def half(tensors: dict[str, torch.Tensor], strips: Any, rank: int, dtype: Any) -
     """Return the pieces of a rank: half of the matrix, and every second one of the other tensors."""
     views = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
-        whole = Box.of_all(tensor.shape)
+        whole = TensorBox.of_all(tensor.shape)
         box = dict(whole.strips(0, 2)).get(rank) if name == "layer.weight" else whole if number % 2 == rank else None
         views |= {p.label: tensor[p.box.within(whole)] for p in pieces_of([(name, box)] if box else [], {})}
     return LiveTensors(views)

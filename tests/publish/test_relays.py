@@ -128,6 +128,8 @@ def follow_in_a_group(folder: str, steps: int) -> list[tuple[int | None, bool]]:
     if rank == 0:
         subscriber = gw.WeightSubscriber(served, folder, relay=group)
     else:
+        with pytest.raises(gw.IncompatibleError, match="is for its rank 0"):
+            gw.WeightSubscriber(served, folder, relay=group)
         subscriber = gw.WeightSubscriber(served, group, relay=f"{folder}/{rank}" if rank == 2 else None)
     for step in range(steps):
         # Rank 0 publishes two steps at once, or none.

@@ -18,7 +18,7 @@ _RANGE = re.compile(r"(\d{1,19}):(\d{1,19})/(\d{1,19})")
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorBox:
     """A range of each dimension of a tensor.
 
     Attributes:
@@ -27,7 +27,7 @@ class Box:
         whole: Shape of the tensor.
 
     Example:
-        >>> Box((0, 2), (4, 5), (4, 6)).shape
+        >>> TensorBox((0, 2), (4, 5), (4, 6)).shape
         (4, 3)
     """
 
@@ -36,7 +36,7 @@ class Box:
     whole: tuple[int, ...]
 
     @classmethod
-    def of_all(cls, shape: Sequence[int]) -> Box:
+    def of_all(cls, shape: Sequence[int]) -> TensorBox:
         """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape), tuple(shape))
 
@@ -50,17 +50,17 @@ class Box:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def meet(self, other: Box) -> Box | None:
+    def meet(self, other: TensorBox) -> TensorBox | None:
         """Return what two boxes of one tensor share; None if that is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop, self.whole) if all(a < b for a, b in zip(start, stop)) else None
+        return TensorBox(start, stop, self.whole) if all(a < b for a, b in zip(start, stop)) else None
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: TensorBox) -> tuple[slice, ...]:
         """Return the place of this box in a tensor that holds the elements of an outer box."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start))
 
-    def contiguous_at(self, outer: Box) -> int | None:
+    def contiguous_at(self, outer: TensorBox) -> int | None:
         """Return the place of this box's first element in the memory of an outer box; None if others lie between."""
         at, stride, full = 0, 1, True
         for a, b, low, size in reversed(list(zip(self.start, self.stop, outer.start, outer.shape))):
@@ -71,14 +71,14 @@ class Box:
             stride *= size
         return at
 
-    def strips(self, dimension: int, count: int) -> list[tuple[int, Box]]:
+    def strips(self, dimension: int, count: int) -> list[tuple[int, TensorBox]]:
         """Cut the box where ``count`` readers that divide the tensor's dimension evenly do; number the strips.
 
         Readers have ceil(size / count) indices of the dimension each, the last ones fewer or none, as ``torch.chunk``
         and a DTensor's ``Shard(dimension)`` divide them.
 
         Example:
-            >>> [(n, strip.start, strip.stop) for n, strip in Box((2,), (10,), (10,)).strips(0, 3)]
+            >>> [(n, strip.start, strip.stop) for n, strip in TensorBox((2,), (10,), (10,)).strips(0, 3)]
             [(0, (2,), (4,)), (1, (4,), (8,)), (2, (8,), (10,))]
         """
         each = max(1, -(-self.whole[dimension] // count))
@@ -87,7 +87,7 @@ class Box:
             end = min((at // each + 1) * each, self.stop[dimension])
             start = (*self.start[:dimension], at, *self.start[dimension + 1 :])
             stop = (*self.stop[:dimension], end, *self.stop[dimension + 1 :])
-            found.append((at // each, Box(start, stop, self.whole)))
+            found.append((at // each, TensorBox(start, stop, self.whole)))
             at = end
         return found
 
@@ -97,7 +97,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A box of a tensor that is published.
 
     Attributes:
@@ -108,7 +108,7 @@ class Piece:
 
     group: int
     name: str
-    box: Box
+    box: TensorBox
 
     @property
     def label(self) -> str:
@@ -116,15 +116,15 @@ class Piece:
         return f"{self.group:03d} {self.name} {self.box}"
 
     @classmethod
-    def parse(cls, label: str) -> Piece:
+    def parse(cls, label: str) -> TensorPiece:
         """Read a label.
 
         Raises:
             PayloadError: it is not a label.
 
         Example:
-            >>> Piece.parse("002 layer.weight 0:4/8,0:3/3")
-            Piece(group=2, name='layer.weight', box=Box(start=(0, 0), stop=(4, 3), whole=(8, 3)))
+            >>> TensorPiece.parse("002 layer.weight 0:4/8,0:3/3")
+            TensorPiece(group=2, name='layer.weight', box=TensorBox(start=(0, 0), stop=(4, 3), whole=(8, 3)))
         """
         found = _LABEL.fullmatch(label)
         ranges = [] if not found or found[3] == "-" else [_RANGE.fullmatch(text) for text in found[3].split(",")]
@@ -134,15 +134,15 @@ class Piece:
         if any(not a <= b <= size < 2**63 for a, b, size in rows):
             raise PayloadError(f"{label[:200]!r} names a piece that lies outside of its tensor")
         start, stop, whole = zip(*rows) if rows else ((), (), ())
-        return cls(int(found[1]), found[2], Box(tuple(start), tuple(stop), tuple(whole)))
+        return cls(int(found[1]), found[2], TensorBox(tuple(start), tuple(stop), tuple(whole)))
 
 
-def covers(box: Box, parts: Sequence[Box]) -> bool:
+def covers(box: TensorBox, parts: Sequence[TensorBox]) -> bool:
     """Return whether boxes have each element of a box once, and none twice.
 
     Example:
-        >>> whole = Box.of_all((4, 4))
-        >>> left, right = (Box((0, a), (4, a + 2), (4, 4)) for a in (0, 2))
+        >>> whole = TensorBox.of_all((4, 4))
+        >>> left, right = (TensorBox((0, a), (4, a + 2), (4, 4)) for a in (0, 2))
         >>> covers(whole, [left, right]), covers(whole, [left]), covers(whole, [left, right, right])
         (True, False, False)
     """
@@ -180,7 +180,7 @@ def check_strips(strips: Strips) -> None:
             )
 
 
-def pieces_of(boxes: Iterable[tuple[str, Box]], strips: Strips) -> list[Piece]:
+def pieces_of(boxes: Iterable[tuple[str, TensorBox]], strips: Strips) -> list[TensorPiece]:
     """Cut boxes of tensors into pieces; leave out empty ones of others. The first pattern that fits a name counts."""
     found = []
     for name, box in boxes:
@@ -188,7 +188,7 @@ def pieces_of(boxes: Iterable[tuple[str, Box]], strips: Strips) -> list[Piece]:
             continue
         cut = next((cut for pattern, cut in strips.items() if fnmatchcase(name, pattern)), None)
         if cut is None or cut[0] >= len(box.whole) or not box.elements:
-            found.append(Piece(0, name, box))
+            found.append(TensorPiece(0, name, box))
         else:
-            found += [Piece(group, name, strip) for group, strip in box.strips(*cut)]
+            found += [TensorPiece(group, name, strip) for group, strip in box.strips(*cut)]
     return found

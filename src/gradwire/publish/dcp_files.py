@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradwire.errors import IncompatibleError, PayloadError
-from gradwire.publish.boxes import Box, covers
+from gradwire.publish.boxes import TensorBox, covers
 from gradwire.publish.inert_pickles import Built, read_pickle
 from gradwire.publish.layout import BY_DTYPE, BlockSpan, Entry, Layout
 
@@ -45,7 +45,7 @@ class _Tensor:
 
     dtype: str
     whole: tuple[int, ...]
-    boxes: list[Box]
+    boxes: list[TensorBox]
 
 
 def _size(found: Any) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ def _read_metadata(path: Path) -> tuple[dict[str, _Tensor], dict[tuple[str, tupl
             whole, boxes = _size(row.get("size")), []
             for chunk in row.get("chunks"):
                 start, size = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
-                boxes.append(Box(start, tuple(a + n for a, n in zip(start, size, strict=True)), whole))
+                boxes.append(TensorBox(start, tuple(a + n for a, n in zip(start, size, strict=True)), whole))
             tensors[str(name)] = _Tensor(row.get("properties").state[0].name.rpartition(".")[2], whole, boxes)
         for index, place in found.get("storage_data").items():
             if place.get("transform_descriptors"):
@@ -104,7 +104,7 @@ class DistributedCheckpoint:
         tensors, stored = _read_metadata(self.path)
         if prefix is None:
             prefix = "model." if any(name.startswith("model.") for name in tensors) else ""
-        self._chunks: dict[str, list[tuple[Box, _Stored]]] = {}
+        self._chunks: dict[str, list[tuple[TensorBox, _Stored]]] = {}
         entries = []
         for full, tensor in tensors.items():
             if not full.startswith(prefix):
@@ -114,7 +114,7 @@ class DistributedCheckpoint:
                 raise IncompatibleError(f"{full!r} of {self.path} is {tensor.dtype}: not supported")
             places = ((box, stored.get((full, box.start)) or stored.get((full, ()))) for box in tensor.boxes)
             self._chunks[name] = [(box, place) for box, place in places if place is not None and box.elements]
-            if not covers(Box.of_all(tensor.whole), [box for box, _ in self._chunks[name]]):
+            if not covers(TensorBox.of_all(tensor.whole), [box for box, _ in self._chunks[name]]):
                 raise IncompatibleError(f"the shards of {full!r} in {self.path} do not have each element once")
             entries.append(Entry(name, kind, tensor.whole))
         if not entries:
@@ -126,7 +126,7 @@ class DistributedCheckpoint:
     def read(self, span: BlockSpan) -> torch.Tensor:
         entry, kind = self.layout.entries[span.tensor], span.kind
         out = torch.empty(span.elements * kind.width, dtype=torch.uint8)
-        whole = Box.of_all(entry.shape)
+        whole = TensorBox.of_all(entry.shape)
         begin, stop = span.begin // kind.numbers, span.stop // kind.numbers
         element = kind.width * kind.numbers
         for number, (box, place) in enumerate(self._chunks[entry.name]):
@@ -143,7 +143,7 @@ class DistributedCheckpoint:
         return out
 
     def _strided(
-        self, out: torch.Tensor, entry: Entry, begin: int, stop: int, box: Box, octets: torch.Tensor, element: int
+        self, out: torch.Tensor, entry: Entry, begin: int, stop: int, box: TensorBox, octets: torch.Tensor, element: int
     ) -> None:
         """Write a chunk whose rows are parts of the tensor's to the bytes of the elements ``begin .. stop``."""
         row = entry.elements // entry.kind.numbers // entry.shape[0]
@@ -160,7 +160,7 @@ class DistributedCheckpoint:
         chosen = mask.reshape(-1)[first - low * row : last - low * row]
         target[chosen] = rows.reshape(-1, element)[first - low * row : last - low * row][chosen]
 
-    def _chunk(self, entry: Entry, number: int, box: Box, place: _Stored) -> torch.Tensor:
+    def _chunk(self, entry: Entry, number: int, box: TensorBox, place: _Stored) -> torch.Tensor:
         """Return the bytes of a chunk."""
         key = (entry.name, number)
         with self._lock:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gradwire.errors import IncompatibleError
 from gradwire.publish.bases import CopiedBase, Run, SummedBase
-from gradwire.publish.boxes import Piece
+from gradwire.publish.boxes import TensorPiece
 from gradwire.publish.codec import (
     CHUNK_ELEMENTS,
     EncodedChunk,
@@ -71,7 +71,7 @@ class StepEncoder:
         breaks = rounding.breaks(layout) if rounding is not None else set[int]()
         if part is not None:
             # Readers fetch the chunks of the strips that they hold.
-            groups = [Piece.parse(entry.name).group for entry in layout.entries]
+            groups = [TensorPiece.parse(entry.name).group for entry in layout.entries]
             breaks |= {number for number in range(1, len(groups)) if groups[number] != groups[number - 1]}
         self._runs = layout.chunks(CHUNK_ELEMENTS, breaks)
 

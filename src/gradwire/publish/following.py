@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from gradwire.errors import IncompatibleError
-from gradwire.publish.boxes import Box
+from gradwire.publish.boxes import TensorBox
 from gradwire.publish.container import Octets, PatchHead
 from gradwire.publish.held import LOSSY_REMEDY, HeldWeights
 from gradwire.publish.layout import Entry, Layout
@@ -31,7 +31,7 @@ class Following:
     def __init__(
         self,
         weights: LiveTensors | FollowingFile,
-        boxes: Mapping[str, Box],
+        boxes: Mapping[str, TensorBox],
         slices: Mapping[str, Sequence[slice]],
         lossy: bool = False,
     ) -> None:
@@ -126,7 +126,7 @@ class Following:
             for weights in parts.values():
                 weights.identify(threads)
 
-    def _box(self, here: Entry, entries: Mapping[str, Entry]) -> Box:
+    def _box(self, here: Entry, entries: Mapping[str, Entry]) -> TensorBox:
         """Return the box of the published tensor that a tensor at hand is."""
         name = here.name
         if name not in entries:
@@ -136,7 +136,7 @@ class Following:
             return sliced_box(name, self.slices[name], here.shape, whole)
         box = self.boxes.get(name)
         if box is None or box.shape == box.whole:
-            return Box.of_all(whole)
+            return TensorBox.of_all(whole)
         if box.whole != whole:
             raise IncompatibleError(f"{name!r} has the shape {list(box.whole)} here, and {list(whole)} published")
         return box

@@ -38,6 +38,11 @@ class GroupChannel:
         self._group = group
         self._source = dist.get_global_rank(group, SOURCE)
 
+    @property
+    def is_source(self) -> bool:
+        """Whether this is the rank that publishes."""
+        return dist.get_rank(self._group) == SOURCE
+
     def wants_anchor(self, own: bool) -> bool:
         """Return whether any rank needs an anchor."""
         flag = torch.tensor([int(own)])

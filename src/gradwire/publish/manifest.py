@@ -69,7 +69,7 @@ class PublishedFile:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StepFiles:
     """The files of all parts, of one kind and step; of weights that are not sharded, one file.
 
     Attributes:
@@ -93,9 +93,9 @@ class Stage:
         """Digest of the states of all parts, in hexadecimal digits; of a single one, its state."""
         return joined_state([file.state for file in self.files])
 
-    def of_parts(self, parts: Iterable[int]) -> Stage:
+    def of_parts(self, parts: Iterable[int]) -> StepFiles:
         """Return the files of some parts only."""
-        return Stage(tuple(self.files[part] for part in parts))
+        return StepFiles(tuple(self.files[part] for part in parts))
 
     @property
     def base_states(self) -> tuple[str, ...]:
@@ -139,13 +139,13 @@ class Manifest:
         return self.files[-1].step if self.files else NO_STEP
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[StepFiles, ...]:
         """The files by kind and step.
 
         Raises:
             PayloadError: a part has no file of some kind and step, or more than one.
         """
-        found = [Stage(tuple(files)) for _, files in groupby(self.files, lambda file: (file.step, file.kind))]
+        found = [StepFiles(tuple(files)) for _, files in groupby(self.files, lambda file: (file.step, file.kind))]
         wanted = list(range(len(self.parts)))
         for stage in found:
             if [file.part for file in stage.files] != wanted:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.publish.boxes import Box, Piece, covers
+from gradwire.publish.boxes import TensorBox, TensorPiece, covers
 from gradwire.publish.layout import BlockSpan, Entry, Layout
 from gradwire.publish.weights import Writable
 
@@ -31,7 +31,12 @@ class HeldPieces:
     """
 
     def __init__(
-        self, layout: Layout, pieces: Sequence[Piece], tensors: Writable, outer: Layout, boxes: Mapping[str, Box]
+        self,
+        layout: Layout,
+        pieces: Sequence[TensorPiece],
+        tensors: Writable,
+        outer: Layout,
+        boxes: Mapping[str, TensorBox],
     ) -> None:
         self._layout, self._pieces, self._tensors, self._outer, self._boxes = layout, pieces, tensors, outer, boxes
         self._index = {entry.name: number for number, entry in enumerate(outer.entries)}
@@ -120,7 +125,7 @@ def _numbers(octets: torch.Tensor, width: int) -> torch.Tensor:
     return octets.view(_INTEGERS[width])
 
 
-def whole_entries(layouts: Sequence[tuple[Layout, Sequence[Piece]]]) -> dict[str, Entry]:
+def whole_entries(layouts: Sequence[tuple[Layout, Sequence[TensorPiece]]]) -> dict[str, Entry]:
     """Return the published tensors, of which layouts have pieces.
 
     Raises:
@@ -135,13 +140,13 @@ def whole_entries(layouts: Sequence[tuple[Layout, Sequence[Piece]]]) -> dict[str
     return found
 
 
-def check_cover(layouts: Sequence[tuple[Layout, Sequence[Piece]]], boxes: Mapping[str, Box]) -> None:
+def check_cover(layouts: Sequence[tuple[Layout, Sequence[TensorPiece]]], boxes: Mapping[str, TensorBox]) -> None:
     """Refuse pieces that do not have each element of tensors at hand once.
 
     Raises:
         IncompatibleError: some element is in no piece, or in two.
     """
-    found: dict[str, list[Box]] = {name: [] for name in boxes}
+    found: dict[str, list[TensorBox]] = {name: [] for name in boxes}
     for _, pieces in layouts:
         for piece in pieces:
             found[piece.name].append(piece.box)
@@ -150,12 +155,12 @@ def check_cover(layouts: Sequence[tuple[Layout, Sequence[Piece]]], boxes: Mappin
             raise IncompatibleError(f"the published pieces of {name!r} do not have each element of {box} once")
 
 
-def pieces_of_layout(layout: Layout, sharded: bool) -> list[Piece]:
+def pieces_of_layout(layout: Layout, sharded: bool) -> list[TensorPiece]:
     """Return the piece that each tensor of a part's layout is; of weights that are not sharded, whole tensors.
 
     Raises:
         PayloadError: a name does not name a piece.
     """
     if sharded:
-        return [Piece.parse(entry.name) for entry in layout.entries]
-    return [Piece(0, entry.name, Box.of_all(entry.shape)) for entry in layout.entries]
+        return [TensorPiece.parse(entry.name) for entry in layout.entries]
+    return [TensorPiece(0, entry.name, TensorBox.of_all(entry.shape)) for entry in layout.entries]

@@ -16,7 +16,7 @@ import torch
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError, PayloadError
 from gradwire.exchange.method import Method
 from gradwire.publish.bases import open_base
-from gradwire.publish.boxes import Box, Piece, Strips, check_strips, covers
+from gradwire.publish.boxes import Strips, TensorBox, TensorPiece, check_strips, covers
 from gradwire.publish.codec import codec_kernels
 from gradwire.publish.container import NO_STEP
 from gradwire.publish.encoder import File, StepEncoder
@@ -358,14 +358,14 @@ def _parts_of(ranks: PartRanks, layout: Layout | None, cut: bool) -> tuple[tuple
     parts = tuple(digest for digest, _ in told if digest)
     if not parts:
         raise IncompatibleError("there are no tensors: pass a module, named tensors, or a safetensors file or folder")
-    boxes: dict[str, list[Box]] = {}
+    boxes: dict[str, list[TensorBox]] = {}
     kinds: dict[str, set[object]] = {}
     for label, kind in (row for _, rows in told for row in rows):
-        piece = Piece.parse(label)
+        piece = TensorPiece.parse(label)
         boxes.setdefault(piece.name, []).append(piece.box)
         kinds.setdefault(piece.name, set()).add((kind, piece.box.whole))
     for name, found in boxes.items():
-        if len(kinds[name]) > 1 or not covers(Box.of_all(found[0].whole), found):
+        if len(kinds[name]) > 1 or not covers(TensorBox.of_all(found[0].whole), found):
             raise IncompatibleError(
                 f"the shards of {name!r} that all ranks hold are not the whole tensor, each element once: "
                 f"{', '.join(map(str, found[:8]))}; group= names the ranks that publish"

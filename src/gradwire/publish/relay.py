@@ -11,7 +11,7 @@ from gradwire.publish.container import Octets
 from gradwire.publish.encoder import StepEncoder
 from gradwire.publish.following import Following
 from gradwire.publish.group import GroupChannel, is_group
-from gradwire.publish.manifest import MANIFEST, Manifest, Stage, read_manifest, remove_unlisted
+from gradwire.publish.manifest import MANIFEST, Manifest, StepFiles, read_manifest, remove_unlisted
 from gradwire.publish.stores import Place, open_place
 
 _MOST_PATCHES = 100
@@ -39,10 +39,10 @@ class PlaceRelay:
         with contextlib.suppress(PayloadError):
             self._manifest = read_manifest(place)
         # Files that were checked and are not written yet, by the manifest that will name them.
-        self._pending: list[tuple[Stage, Files]] = []
+        self._pending: list[tuple[StepFiles, Files]] = []
         self._waiting = 0
 
-    def add(self, source: Manifest, held: Following, stage: Stage, data: Files) -> None:
+    def add(self, source: Manifest, held: Following, stage: StepFiles, data: Files) -> None:
         """Take files that have just been written to the weights at hand."""
         if [held.selected for held in held.parts.values()] != [None] * len(source.parts):
             raise IncompatibleError("a relay serves whole weights: give it tensors that are not sliced")
@@ -73,7 +73,7 @@ class PlaceRelay:
             files.append(file)
             # The weights change before they are written if writing fails: what waits is a copy.
             data.append([bytes(piece) for piece in pieces])
-        self._take(Stage(tuple(files)), data)
+        self._take(StepFiles(tuple(files)), data)
 
     def flush(self, source: Manifest | None, held: Following) -> None:
         """Write what has been taken, and the manifest."""
@@ -99,7 +99,7 @@ class PlaceRelay:
         stages = self._manifest.stages if self._manifest else ()
         return stages[-1].states if stages else None
 
-    def _take(self, stage: Stage, data: Files) -> None:
+    def _take(self, stage: StepFiles, data: Files) -> None:
         self._waiting += sum(file.nbytes for file in stage.files)
         if stage.kind == "anchor" and self._manifest is not None and self._waiting > 2 * self._manifest.nbytes:
             # After a long outage of the place, the anchor alone.
@@ -124,13 +124,18 @@ class GroupRelay:
     Args:
         channel: The channel, of whose group this is rank 0.
         threads: Threads that share the work.
+
+    Raises:
+        IncompatibleError: it is another rank.
     """
 
     def __init__(self, channel: GroupChannel, threads: int) -> None:
+        if not channel.is_source:
+            raise IncompatibleError("relay= to a process group is for its rank 0; the other ranks have it as where")
         self._channel, self._threads = channel, threads
         self._pending: list[Sequence[Octets | bytes]] = []
 
-    def add(self, source: Manifest, held: Following, stage: Stage, data: Files) -> None:
+    def add(self, source: Manifest, held: Following, stage: StepFiles, data: Files) -> None:
         """Take files that have just been written to the weights at hand."""
         if source.sharded or held.sliced:
             raise IncompatibleError("a process group takes whole tensors: relay pieces to a folder, a URL or a store")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.publish.boxes import Box, Piece, Strips, pieces_of
+from gradwire.publish.boxes import Strips, TensorBox, TensorPiece, pieces_of
 from gradwire.publish.layout import BlockSpan, Entry, Layout
 from gradwire.publish.weights import LiveTensors, Readable, Tensors, named_tensors
 
@@ -17,14 +17,14 @@ def is_shard(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def box_of(name: str, tensor: torch.Tensor) -> Box:
+def box_of(name: str, tensor: torch.Tensor) -> TensorBox:
     """Return the box of a tensor that this rank holds: of a DTensor its shard, of any other all.
 
     Raises:
         IncompatibleError: the shard is not a box, or is a part of a sum.
     """
     if not is_shard(tensor) or not tensor.numel():
-        return Box.of_all(tensor.shape)
+        return TensorBox.of_all(tensor.shape)
     kinds = [type(placement).__name__ for placement in tensor.placements]  # type: ignore[attr-defined]
     if not {"Shard", "Replicate", "_StridedShard"}.issuperset(kinds):
         raise IncompatibleError(
@@ -36,7 +36,7 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
     whole = tuple(tensor.shape)
     if "_StridedShard" in kinds and 0 not in size:
         _check_strided(name, tensor, start, size)
-    return Box(start, tuple(a + n for a, n in zip(start, size)), whole)
+    return TensorBox(start, tuple(a + n for a, n in zip(start, size)), whole)
 
 
 def _check_strided(name: str, tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ def is_owner(tensor: torch.Tensor) -> bool:
     return all(not index for index, placement in zip(place, placements) if type(placement).__name__ == "Replicate")
 
 
-def local_tensors(weights: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, Box]]:
+def local_tensors(weights: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, TensorBox]]:
     """Return the tensors that this rank holds, and the box of each: shards of DTensors, and all others.
 
     Raises:
@@ -96,7 +96,7 @@ def own_pieces(weights: Tensors, strips: Strips, rank: int, dtype: torch.dtype |
     return LiveTensors(views, dtype) if views else None
 
 
-def _view(tensor: torch.Tensor, piece: Piece, outer: Box) -> torch.Tensor:
+def _view(tensor: torch.Tensor, piece: TensorPiece, outer: TensorBox) -> torch.Tensor:
     return tensor.detach()[piece.box.within(outer)]
 
 
@@ -111,7 +111,7 @@ class CutTensors:
     def __init__(self, whole: Readable, strips: Strips) -> None:
         self._whole = whole
         entries = {entry.name: (number, entry) for number, entry in enumerate(whole.layout.entries)}
-        pieces = pieces_of([(name, Box.of_all(entry.shape)) for name, (_, entry) in entries.items()], strips)
+        pieces = pieces_of([(name, TensorBox.of_all(entry.shape)) for name, (_, entry) in entries.items()], strips)
         self.layout = Layout(Entry(p.label, entries[p.name][1].kind, p.box.shape) for p in pieces)
         by_label = {piece.label: piece for piece in pieces}
         self._pieces = [by_label[entry.name] for entry in self.layout.entries]
@@ -119,7 +119,7 @@ class CutTensors:
 
     def read(self, span: BlockSpan) -> torch.Tensor:
         piece, tensor, kind = self._pieces[span.tensor], self._tensors[span.tensor], span.kind
-        whole = Box.of_all(piece.box.whole)
+        whole = TensorBox.of_all(piece.box.whole)
         at = piece.box.contiguous_at(whole)
         if at is not None:
             at *= kind.numbers
@@ -150,7 +150,7 @@ def check_slices(slices: Mapping[str, Sequence[slice]], names: Sequence[str]) ->
             raise IncompatibleError(f"slices of {name!r}: give ranges of indices from 0 on, without steps: {ranges}")
 
 
-def sliced_box(name: str, ranges: Sequence[slice], held: Sequence[int], whole: Sequence[int]) -> Box:
+def sliced_box(name: str, ranges: Sequence[slice], held: Sequence[int], whole: Sequence[int]) -> TensorBox:
     """Return the box of a published tensor that ranges name.
 
     Raises:
@@ -163,7 +163,7 @@ def sliced_box(name: str, ranges: Sequence[slice], held: Sequence[int], whole: S
     given = [*ranges, *[slice(None)] * (len(whole) - len(ranges))]
     start = tuple(r.start or 0 for r in given)
     stop = tuple(size if r.stop is None else r.stop for r, size in zip(given, whole))
-    box = Box(start, stop, tuple(whole))
+    box = TensorBox(start, stop, tuple(whole))
     inside = len(given) == len(whole) and all(0 <= a <= b <= n for a, b, n in zip(start, stop, whole))
     if not inside or box.shape != tuple(held):
         raise IncompatibleError(

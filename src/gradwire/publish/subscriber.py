@@ -17,7 +17,7 @@ from gradwire.publish.fetch import fetch, fetch_head
 from gradwire.publish.following import Following
 from gradwire.publish.group import GroupChannel, is_group
 from gradwire.publish.layout import MAX_LAYOUT_BYTES, Layout
-from gradwire.publish.manifest import Manifest, PublishedFile, Stage, read_manifest
+from gradwire.publish.manifest import Manifest, PublishedFile, StepFiles, read_manifest
 from gradwire.publish.relay import open_relay
 from gradwire.publish.shards import check_slices, local_tensors
 from gradwire.publish.stores import Place, open_place
@@ -260,7 +260,7 @@ class WeightSubscriber:
             applied.append(AppliedFile(head.name, head.step, head.nbytes, head.changed, fetched - began, now - fetched))
             began = now
             if self._relay is not None:
-                stage = Stage((PublishedFile.of(head),))
+                stage = StepFiles((PublishedFile.of(head),))
                 self._source = Manifest(head.run.hex(), (head.layout.hex(),), layout.nbytes, stage.files)
                 self._relay.add(self._source, following, stage, [[data]])
 
@@ -296,7 +296,7 @@ class WeightSubscriber:
                 return anchor_layout(fetch_head(place, stage.files[part]))
         raise PayloadError("the manifest lists no anchor; the next one will mend it")
 
-    def _way(self, held: Following, manifest: Manifest, full: bool) -> Sequence[Stage]:
+    def _way(self, held: Following, manifest: Manifest, full: bool) -> Sequence[StepFiles]:
         """Return the files that lead to the latest step with the fewest bytes; avoid those that were refused."""
         stages = [stage.of_parts(held.parts) for stage in manifest.stages]
         latest, states = stages[-1].states, held.states
@@ -318,14 +318,14 @@ class WeightSubscriber:
                 "mend it"
             )
 
-        def cost(way: Sequence[Stage]) -> tuple[bool, int]:
+        def cost(way: Sequence[StepFiles]) -> tuple[bool, int]:
             files = [file for stage in way for file in stage.files]
             return any(file.digest in self._refused for file in files), sum(file.nbytes for file in files)
 
         return min(complete, key=cost)
 
     @staticmethod
-    def _chain(stages: Sequence[Stage], states: tuple[str, ...], way: list[Stage]) -> list[Stage]:
+    def _chain(stages: Sequence[StepFiles], states: tuple[str, ...], way: list[StepFiles]) -> list[StepFiles]:
         """Append to a way the patches that lead from states of the parts onwards."""
         for stage in stages:
             if stage.kind == "patch" and stage.base_states == states:
@@ -333,7 +333,7 @@ class WeightSubscriber:
                 states = stage.states
         return way
 
-    def _write(self, place: Place, held: Following, stage: Stage, applied: list[AppliedFile]) -> list[Octets]:
+    def _write(self, place: Place, held: Following, stage: StepFiles, applied: list[AppliedFile]) -> list[Octets]:
         """Fetch the files of all parts of a step, check all of them, then write them; return them."""
         rows, checked, files = list[AppliedFile](), [], list[Octets]()
         for (part, weights), file in zip(held.parts.items(), stage.files):
