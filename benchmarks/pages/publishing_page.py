@@ -93,7 +93,7 @@ def _freshness() -> list[str]:
     lines = [
         f"Readers of {found['elements'] / 1e6:.0f} M bfloat16 weights over links of 100 Mbit/s: {found['steps']} steps, two a second, in each of which {100 * found['share']:.2f} % of the elements "
         f"move by a unit (the share at a learning rate of 1e-6). Three readers and a store at the trainer's host; with a relay, the first reader serves the two others. One link is silent for {found['outage_s']:.0f} s, and one reader begins after step {found['late_at_step']}. "
-        f"Fresh: seconds from the end of a step until a reader holds it or a later one, without the outage and what follows in 5 s. Medians of {found['turns']} turns, with the least and the most. `python benchmarks/speed/published_freshness.py`. "
+        f"Fresh: seconds from the end of a step until a reader holds it or a later one, without the outage and what follows in 5 s. The late reader's first weights take as long either way, since an anchor is whole. Medians of {found['turns']} turns, with the least and the most. `python benchmarks/speed/published_freshness.py`. "
         f"{where(found)}. Trainer, readers and network shared the two cores with others.",
         "",
         "| published | reader | bytes a step | fresh, median of steps, s | fresh, slowest step, s | steps behind, mean | fresh again after the outage, s | late reader's first weights, s | sent by the trainer |",
