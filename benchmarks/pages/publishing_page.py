@@ -104,7 +104,9 @@ def _freshness() -> list[str]:
             chosen = [row for row in rows if (row["mode"], row["host"]) == (mode, host)]
             if not chosen:
                 continue
-            step_bytes, sent = (median(row[name] for row in chosen) / 1e6 for name in ("step_bytes", "trainer_sent_bytes"))
+            step_bytes, sent = (
+                median(row[name] for row in chosen) / 1e6 for name in ("step_bytes", "trainer_sent_bytes")
+            )
             cells = [
                 _spread([row[name] for row in chosen if row[name] is not None])
                 for name in ("fresh_median_s", "fresh_most_s", "behind_mean_steps", "after_outage_s", "first_s")
