@@ -15,7 +15,7 @@ import torch
 from gradwire.errors import PayloadError
 from gradwire.kernels import Kernels, get_kernels
 from gradwire.kernels.entropy.base import CODER_IDS
-from gradwire.kernels.patches.formats import CHECK_ALL, CHECK_CHANGES, ROW, WRITE
+from gradwire.kernels.patches.formats import CHECK_ALL, CHECK_CHANGES, ROW, WRITE, WRITE_CHECKED
 from gradwire.publish.container import CHANGES, RAW, Octets
 from gradwire.publish.layout import BLOCK_ELEMENTS, BlockSpan, Layout
 
@@ -229,6 +229,21 @@ class DecodedChunk:
             _add(change, span.tensor, int(cursor[3]))
             _add(before, span.tensor, int(cursor[4]))
         return before, change
+
+    def replace(self, target: Read) -> Mapping[int, int]:
+        """Write the chunk into the bytes of its spans, unchecked; return by tensor what it adds to the sum of words.
+
+        Raises:
+            PayloadError: the changes are not those of such a base; a part of them has been written.
+        """
+        change = dict[int, int]()
+        if self._kind == RAW:
+            _, change = self.check(target, True)
+            self.write(target)
+            return change
+        for span, cursor in self._walk(target, WRITE_CHECKED):
+            _add(change, span.tensor, int(cursor[3]))
+        return change
 
     def sums(self) -> Mapping[int, int]:
         """Return by tensor the sum of words of a chunk of plain bytes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.publish.codec import DecodedChunk, in_parallel, sums_of, total_sums
@@ -14,6 +14,11 @@ from gradwire.publish.weights import LiveTensors, Writable
 class HeldWeights:
     """Weights that follow a publisher's, and the run, the step and the sums of tensors that they have.
 
+    Args:
+        weights: The tensors.
+        private: Nothing but this object writes to the tensors, and nothing reads them while it does, as with a staging
+            copy. Once they have been verified as a whole, patches are checked while they are written.
+
     Attributes:
         weights: The tensors.
         run: Run of the publisher that the weights are of, if they came by a file.
@@ -21,8 +26,9 @@ class HeldWeights:
         sums: Sum of words of each tensor, if it is known.
     """
 
-    def __init__(self, weights: Writable) -> None:
+    def __init__(self, weights: Writable, *, private: bool = False) -> None:
         self.weights = weights
+        self._private, self._verified = private, False
         self.run: bytes | None = None
         self.step: int | None = None
         self.sums: tuple[int, ...] | None = None
@@ -40,6 +46,7 @@ class HeldWeights:
 
     def forget(self) -> None:
         """Trust what is known no longer."""
+        self._verified = False
         self.run = self.step = self.sums = None
 
     def become(self, other: HeldWeights) -> None:
@@ -54,13 +61,16 @@ class HeldWeights:
     def apply(self, head: PatchHead, data: Octets, threads: int) -> None:
         """Check a file in full, then write it; :meth:`settle` ends one or more of these.
 
+        Patches of private weights are written while the sums of what they change are followed. If these differ from
+        the publisher's at the end, the weights are of no known step.
+
         Args:
             head: Head of the file.
             data: The file.
             threads: Threads that share the work.
 
         Raises:
-            PayloadError: the file is refused, and nothing has been written.
+            PayloadError: the file is refused, and nothing has been written unless the weights are private.
             IncompatibleError: the file is for other tensors.
         """
         layout = self._layout_for(head)
@@ -75,6 +85,9 @@ class HeldWeights:
             except PayloadError as error:
                 raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
 
+        if self._verified and head.kind != ANCHOR:
+            self._replace(head, layout, decode, threads)
+            return
         kept = self._check(head, layout, decode, threads)
         self.weights.open(layout, head.step)
         # Until all is written, the weights are of no step.
@@ -85,6 +98,7 @@ class HeldWeights:
 
         in_parallel(write, range(len(head.chunks)), threads)
         self.run, self.step, self.sums = head.run, head.step, head.sums
+        self._verified = self._private
 
     def settle(self) -> None:
         """Make what was written the weights, unless writing was interrupted."""
@@ -124,6 +138,26 @@ class HeldWeights:
             raise PayloadError(f"{head.name} does not follow on these weights, which are of {at}: {reason}")
         return own
 
+    def _replace(
+        self, head: PatchHead, layout: Layout, decode: Callable[[int], DecodedChunk], threads: int
+    ) -> None:
+        """Write a patch to private weights, and compare the sums of all tensors; memory is passed through once."""
+        known = self.sums or ()
+        self.weights.open(layout, head.step)
+        self.forget()
+
+        def replace(number: int) -> tuple[Mapping[int, int], int]:
+            chunk = decode(number)
+            try:
+                return chunk.replace(self.weights.target), chunk.changed
+            except PayloadError as error:
+                raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
+
+        results = in_parallel(replace, range(len(head.chunks)), threads)
+        found = total_sums(known, [change for change, _ in results])
+        _compare(head, layout, found, sum(changed for _, changed in results))
+        self.run, self.step, self.sums, self._verified = head.run, head.step, head.sums, True
+
     def _check(
         self, head: PatchHead, layout: Layout, decode: Callable[[int], DecodedChunk], threads: int
     ) -> list[DecodedChunk | None]:
@@ -154,14 +188,19 @@ class HeldWeights:
                         "last update, so that a patch cannot be written to it; the next update fetches an anchor"
                     )
             found = [(total + change) % 2**64 for total, change in zip(base, changes)]
-        for number, (total, expected) in enumerate(zip(found, head.sums)):
-            if total != expected:
-                raise PayloadError(
-                    f"{head.name}: the digest of {layout.entries[number].name!r} differs from the publisher's"
-                )
-        if sum(changed for *_, changed in results) != head.changed:
-            raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")
+        _compare(head, layout, found, sum(changed for *_, changed in results))
         return [chunk for _, _, chunk, _ in results]
+
+
+def _compare(head: PatchHead, layout: Layout, found: Sequence[int], changed: int) -> None:
+    """Refuse a file whose weights have other sums, or which changes more or fewer elements, than its head says."""
+    for number, (total, expected) in enumerate(zip(found, head.sums)):
+        if total != expected:
+            raise PayloadError(
+                f"{head.name}: the digest of {layout.entries[number].name!r} differs from the publisher's"
+            )
+    if changed != head.changed:
+        raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")
 
 
 def _left_out(head: PatchHead, layout: Layout) -> list[tuple[int, int]]:

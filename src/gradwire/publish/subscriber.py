@@ -189,7 +189,7 @@ class WeightSubscriber:
         if not isinstance(self._live, LiveTensors):
             raise IncompatibleError('into="staging" is for tensors in memory: a file is replaced at once in any case')
         if self._staged is None:
-            self._staged = HeldWeights(self._live.clone())
+            self._staged = HeldWeights(self._live.clone(), private=True)
             self._staged.become(self._held)
         return self._staged
 

@@ -19,14 +19,14 @@ from gradwire.kernels.patches.distances import describe, distances_of, top_bit
 from gradwire.kernels.patches.positions import complement, load, pack_positions, unpack_positions
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "21af1c959b9ee7ed"
+DIGEST = "df6aa38c1c666ff3"
 
 
 _u8, _u64, _i64 = np.uint8, np.uint64, np.int64
 _KEY, _FIRST, _SECOND = _u64(formats.KEY), _u64(formats.FIRST_FACTOR), _u64(formats.SECOND_FACTOR)
 _SHIFTS = (_u64(formats.FIRST_SHIFT), _u64(formats.SECOND_SHIFT), _u64(formats.THIRD_SHIFT))
 _INVERTED, _LINE = formats.INVERTED, formats.LINE_BYTES
-_TILE = 128
+_TILE = 64
 """Lines that are compared before their changes are taken out: those of both states stay in the first-level cache."""
 
 
@@ -161,7 +161,7 @@ def _moved_word(word, deltas, first, flips):
 
 
 @njit(nogil=True)
-def plain_check_lines(base, at, lines, number, deltas, flips, ahead, key, write, unused):
+def plain_check_lines(base, at, lines, number, deltas, flips, ahead, stride, key, write, unused):
     elements, change = 8 // deltas.itemsize, _u64(0)
     for turn in range(number):
         for word in range(8):
@@ -177,7 +177,7 @@ def plain_check_lines(base, at, lines, number, deltas, flips, ahead, key, write,
 
 
 @njit(nogil=True)
-def plain_write_lines(base, at, lines, number, deltas, flips, ahead):
+def plain_write_lines(base, at, lines, number, deltas, flips, ahead, stride):
     elements = 8 // deltas.itemsize
     for turn in range(number):
         for word in range(8):
@@ -287,7 +287,7 @@ def find_range(
 
 
 @njit(nogil=True)
-def _group_lines(index, distances, lines, deltas):
+def _group_lines(index, distances, lines, deltas, base, ahead, stride):
     """Spread the distances of ascending positions over the lines that have changes; return the number of lines."""
     elements = _LINE // distances.itemsize
     within, shift = _u64(elements - 1), _u64(top_bit(_u64(elements)))
@@ -302,6 +302,8 @@ def _group_lines(index, distances, lines, deltas):
         count += _u64(line != before)
         before = line
         lines[count - _u64(1)] = line
+        if stride:
+            simd.fetch(base, ahead + i * stride)
         deltas[((count - _u64(1)) << shift) | (position & within)] = distances[i]
     return _i64(count)
 
@@ -326,11 +328,16 @@ def apply_range(variant, base, floating, block, first_word, rows, room, position
             return 2
         if count > symbols.size - at_symbol:
             return 3
+        whole, rest = (stop - begin) // _LINE, (stop - begin) % _LINE
+        # A third of the next block is fetched in each of three loops.
+        ahead, stride = stop, _i64(0)
+        if count and simd.FETCH_FROM * count >= whole and number + 1 < rows.shape[0]:
+            stride = min(_LINE, _LINE * whole // (3 * count))
         if mode == formats.CHECK_ALL:
             total += _sum_words(variant, base[begin:stop], first_word + _u64(begin >> 3))
         listed = numel - count if form >= _INVERTED else count
         data = positions[at_position : at_position + size]
-        if not unpack_positions(form & (_INVERTED - 1), listed, numel, data, room.index):
+        if not unpack_positions(form & (_INVERTED - 1), listed, numel, data, room.index, base, ahead, stride):
             return 2
         at_position += size
         at_bit = distances_of(symbols[at_symbol : at_symbol + count], room.first, extra, at_bit)
@@ -341,18 +348,18 @@ def apply_range(variant, base, floating, block, first_word, rows, room, position
         if form >= _INVERTED:
             complement(room.index[:listed], numel, room.other)
             index = room.other
-        found = _group_lines(index[:count], room.first[:count], room.lines, room.second)
+        ahead += count * stride
+        found = _group_lines(index[:count], room.first[:count], room.lines, room.second, base, ahead, stride)
+        ahead += count * stride
+        last = min(_LINE, (stop + _LINE * whole - ahead) // max(found, 1)) if stride else 0
         key = (first_word + _u64(begin >> 3) + _u64(1)) * _KEY
-        whole, rest = (stop - begin) // _LINE, (stop - begin) % _LINE
         rest = rest if found and room.lines[found - 1] == whole else 0
         found -= 1 if rest else 0
-        streamed = 2 * simd.FETCHED * found >= whole and number + 1 < rows.shape[0]
-        ahead = stop if streamed else -1
         if mode == formats.WRITE:
-            _write_lines(variant, base, begin, room.lines, found, room.second, flips, ahead)
+            _write_lines(variant, base, begin, room.lines, found, room.second, flips, ahead, last)
         else:
             change += _check_lines(
-                variant, base, begin, room.lines, found, room.second, flips, ahead, key, writes, room.new_line
+                variant, base, begin, room.lines, found, room.second, flips, ahead, last, key, writes, room.new_line
             )
         if rest:
             _clear(room.old_line)
@@ -360,7 +367,7 @@ def apply_range(variant, base, floating, block, first_word, rows, room, position
             room.lines[0] = whole
             change += _check_lines(
                 variant, room.old_line, -_LINE * whole, room.lines, 1, room.second[found * (_LINE // width) :], flips,
-                -1, key, writes, room.new_line,
+                0, 0, key, writes, room.new_line,
             )  # fmt: skip
             if writes:
                 _copy(base, stop - rest, room.old_line, 0, rest)

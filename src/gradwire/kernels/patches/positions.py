@@ -138,19 +138,22 @@ def _pack_rice(index, r, size, out):
 
 
 @njit(nogil=True)
-def unpack_positions(form, listed, numel, data, index):
-    """Read ``listed`` positions, ``data`` in all; return whether an encoder writes such bytes."""
+def unpack_positions(form, listed, numel, data, index, base, ahead, stride):
+    """Read ``listed`` positions, ``data`` in all; return whether an encoder writes such bytes.
+
+    Meanwhile fetch a line of ``base`` for each position, from byte ``ahead`` on, ``stride`` bytes apart unless that is 0.
+    """
     if listed == 0:
         return data.size == 0
     if form == _BITMAP:
         return decode_bitmap_range(data, numel, index[:listed])
     if form > _BITMAP:
         return decode_codes_range(data, numel, False, form - _WIDTH, index[:listed])
-    return _unpack_rice(data, numel, form, index[:listed])
+    return _unpack_rice(data, numel, form, index[:listed], base, ahead, stride)
 
 
 @njit(nogil=True)
-def _unpack_rice(data, numel, r, index):
+def _unpack_rice(data, numel, r, index, base, ahead, stride):
     count = index.size
     begin = (count * r + 7) >> 3
     # Quotients of valid positions sum to at most numel >> r: no product below overflows.
@@ -174,4 +177,7 @@ def _unpack_rice(data, numel, r, index):
             last = one
             index[found] = position
             found += _u64(1)
+            if stride:
+                simd.fetch(base, ahead)
+                ahead += stride
     return found == room and last >> 3 == data.size - begin - 1 and position < numel

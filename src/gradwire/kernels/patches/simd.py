@@ -32,11 +32,11 @@ _STREAM_AHEAD = 4096
 LINES_AHEAD = 24
 """Lines with changes ahead of which memory is fetched; so many numbers follow the last line's."""
 
-FETCHED = 4
-"""Lines of the next block that are fetched for each line with changes.
+FETCH_FROM = 4
+"""Memory is fetched in order where one line in so many has changes.
 
-Memory that is read in order comes more than twice as fast as lines here and there: from one line in four on it pays to
-fetch all. That takes place while changes are decoded, when memory would be idle.
+It comes more than twice as fast in order as lines here and there do. The next block is fetched while changes of one
+are decoded, when memory would be idle.
 """
 
 
@@ -59,6 +59,12 @@ def store_word(e, data, at, word):
     """Write a word to the 8 bytes from byte ``at`` on."""
     word = word if _LITTLE else e.b.bswap(word)
     e.b.store(word, e.b.bitcast(data.pointer(at, I8), I64.as_pointer()), align=1)
+
+
+@vector_body(types.void)
+def fetch(e, data, at):
+    """Fetch the line of byte ``at`` into the caches."""
+    e.prefetch(data.pointer(at, I8))
 
 
 def _zero():
@@ -168,15 +174,14 @@ def take_changes(e, old, new, at, lines, number, key, advance, unused, index, be
     return [count, words.reduce("add", total)]
 
 
-def _moved_lines(e, base, at, lines, number, deltas, flips, ahead, start, then):
+def _moved_lines(e, base, at, lines, number, deltas, flips, ahead, stride, start, then):
     """Call ``then`` with the address, number, old and new bytes of each line that has changes."""
     width = deltas.dtype.bitwidth // 8
     element, lanes = ir.IntType(8 * width), LINE_BYTES // width
     b, e = e.b, Emitter(e.b, lanes)
     source, numbers, steps = base.pointer(at, I8), lines.pointer(0, I32), deltas.pointer(0, element)
     flips = e.splat(b.trunc(flips, element) if width < 8 else flips)
-    streamed, following = b.icmp_signed(">=", ahead, _zero()), base.pointer(ahead, I8)
-    stride = b.select(streamed, ir.Constant(I64, LINE_BYTES), _zero())
+    streamed, following = b.icmp_signed("!=", stride, _zero()), base.pointer(ahead, I8)
 
     def ordered(value):
         return b.xor(value, b.and_(b.ashr(value, e.constant(8 * width - 1, element)), flips))
@@ -187,12 +192,7 @@ def _moved_lines(e, base, at, lines, number, deltas, flips, ahead, start, then):
 
     def body(turn, carried):
         next_line = place_of(b.add(turn, ir.Constant(I64, LINES_AHEAD)))[1]
-        fetched = b.select(
-            streamed, e.at(following, b.mul(turn, ir.Constant(I64, FETCHED * LINE_BYTES)), I8), next_line
-        )
-        for _ in range(FETCHED):
-            e.prefetch(fetched)
-            fetched = e.at(fetched, stride, I8)
+        e.prefetch(b.select(streamed, e.at(following, b.mul(turn, stride), I8), next_line))
         line, place = place_of(turn)
         old = e.load(place, element)
         step = e.load(e.at(steps, b.mul(turn, ir.Constant(I64, lanes)), element), element)
@@ -202,7 +202,7 @@ def _moved_lines(e, base, at, lines, number, deltas, flips, ahead, start, then):
 
 
 @vector_body(_u64)
-def check_lines(e, base, at, lines, number, deltas, flips, ahead, key, write, unused):
+def check_lines(e, base, at, lines, number, deltas, flips, ahead, stride, key, write, unused):
     """Return by how much changes of lines change the sum of words; write them if asked to.
 
     Args:
@@ -211,7 +211,8 @@ def check_lines(e, base, at, lines, number, deltas, flips, ahead, key, write, un
         number: Number of lines.
         deltas: For each of the lines the distances of its elements, 0 of those that stay.
         flips: Bits that are inverted in the ordered integer of an element whose uppermost bit is set.
-        ahead: Byte of the next block in ``base``, to fetch it; -1: fetch the next lines with changes.
+        ahead: Byte of ``base`` from which on lines are fetched.
+        stride: Bytes from one of them to the next; 0: fetch the next lines with changes instead.
         key: Key of the first word of line 0.
         write: Not 0: write the lines.
         unused: An array of a line, which is written to otherwise.
@@ -226,18 +227,18 @@ def check_lines(e, base, at, lines, number, deltas, flips, ahead, key, write, un
         return [b.add(carried[0], b.sub(*sums))]
 
     start = [words.constant(0, I64)]
-    return words.reduce("add", _moved_lines(e, base, at, lines, number, deltas, flips, ahead, start, then)[0])
+    return words.reduce("add", _moved_lines(e, base, at, lines, number, deltas, flips, ahead, stride, start, then)[0])
 
 
 @vector_body(types.void)
-def write_lines(e, base, at, lines, number, deltas, flips, ahead):
+def write_lines(e, base, at, lines, number, deltas, flips, ahead, stride):
     """Write changes of lines; see :func:`check_lines` for the arguments."""
 
     def then(place, line, old, new, carried):
         e.store(new, place)
         return []
 
-    _moved_lines(e, base, at, lines, number, deltas, flips, ahead, [], then)
+    _moved_lines(e, base, at, lines, number, deltas, flips, ahead, stride, [], then)
 
 
 @vector_body(_u64)
