@@ -163,6 +163,8 @@ def _unpack_rice(data, numel, r, index, base, ahead, stride):
         return False
     mask, position, last, bit = (_u64(1) << _u64(r)) - _u64(1), _i64(-1), _i64(-1), _u64(0)
     found, room = _u64(0), _u64(count)
+    # The words of all lower parts end before the data do.
+    whole = begin + 8 <= data.size
     for place in range(begin, data.size, 8):
         word = load(data, place)
         first = 8 * (place - begin)
@@ -171,7 +173,8 @@ def _unpack_rice(data, numel, r, index, base, ahead, stride):
             word &= word - _u64(1)
             if found == room:
                 return False
-            lower = (load(data, _i64(bit >> _u64(3))) >> (bit & _u64(7))) & mask
+            octet = _i64(bit >> _u64(3))
+            lower = ((simd.load_word(data, octet) if whole else load(data, octet)) >> (bit & _u64(7))) & mask
             bit += _u64(r)
             position += ((one - last - 1) << r) + _i64(lower) + 1
             last = one
