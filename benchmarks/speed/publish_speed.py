@@ -3,18 +3,29 @@
     python benchmarks/speed/publish_speed.py --json benchmarks/results/speed/publish_speed.json
 
 One tensor of bfloat16; of its elements a share, drawn at random, moves by one unit in the last place, either way.
-Encoding finds the changes, codes them and advances the publisher's copy. Decoding is what a subscriber does with the
-patch: it reads the head, checks the digests of chunks, sums up the whole base, computes the sums after the changes, and
-only then writes. Both are also given without the parts of them that could be left out. A memcpy copies as many bytes
-with float32 elements. Rates are bytes of weights a second; medians of turns.
+Encoding finds the changes, codes them, advances the publisher's copy and computes all digests. Decoding is what a
+subscriber does with the patch, from its bytes in memory on:
+
+- in place: digests of the file, the sum of the whole base and of what it becomes are compared with the publisher's,
+  which takes a pass of memory, and only then is anything written, in a second pass;
+- staged: the same for the subscriber's own copy, which nothing else writes to or reads: words that change are summed
+  while they are written, in one pass, and the sums of all tensors are compared before the copy is handed over. The swap
+  that follows, a memcpy, is not counted.
+
+A sum of all words, as a subscriber computes it when it starts, is timed as well. A memcpy copies as many bytes with
+float32 elements. Rates are bytes of weights a second; medians of turns.
 
 Times are those of the processor, which do not grow while the process waits for a core: the machine may be shared. What
 others do to caches and memory remains, so that the ratio of times that were taken in turns counts.
+
+Memory: the trained weights, the publisher's copy, the weights of a reader in place and a reader's staging copy. The
+peak is that of the whole process.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import statistics
 import sys
@@ -56,6 +67,19 @@ class Kept:
         return []
 
 
+READERS = ("in_place", "staged")
+
+
+def peak_bytes() -> int:
+    """Return the largest memory of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def entropy(share: float) -> float:
+    """Return the bits that tell which elements change, an element."""
+    return -share * math.log2(share) - (1 - share) * math.log2(1 - share)
+
+
 def measure(elements: int, density: float, turns: int, threads: int) -> dict[str, Any]:
     """Time one share of changes."""
     generator = np.random.default_rng(0)
@@ -66,16 +90,18 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
     gaps = generator.geometric(density, int(1.1 * density * elements) + 1000)
     places = np.cumsum(gaps) - 1
     changed = torch.from_numpy(places[places < elements])
-    ups = torch.from_numpy(generator.integers(0, 2, len(changed)).astype(np.int16) * 2 - 1)
+    ups = torch.from_numpy(generator.integers(0, 2, len(changed), dtype=np.int16) * np.int16(2) - np.int16(1))
+    del gaps, places
     place = Kept()
     publisher = gw.WeightPublisher({"w": weights}, place, anchor_every=10**6, threads=threads)
-    served = {"w": weights.clone()}
-    held = HeldWeights(LiveTensors(served))
-    held.identify(threads)
     publisher.publish(0)
-    place.files = {name: data for name, data in place.files.items() if "anchor" not in name}
-    source = weights.view(torch.float32)
-    target = torch.zeros_like(source)
+    place.files.clear()
+    # Readers that hold step 0, and have verified it.
+    readers = {name: HeldWeights(LiveTensors({"w": weights.clone()}), private=name == "staged") for name in READERS}
+    for held in readers.values():
+        held.identify(threads)
+    # A copy of the weights to where they are already, by the end of a turn: no more memory is needed for it.
+    source, target = weights.view(torch.float32), next(iter(readers.values())).weights.tensors()["w"].view(torch.float32)
     spent: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], object]) -> Any:
@@ -87,24 +113,23 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
     size = 0
     for turn in range(turns + 1):
         flat[changed] += ups if turn % 2 else -ups
-        timed("memcpy", lambda: target.copy_(source))
         publication = timed("encode", lambda step=turn + 1: publisher.publish(step))
-        timed("memcpy", lambda: target.copy_(source))
-        (data,) = (d for name, d in place.files.items() if f"-{turn + 1:012d}-" in name)
+        (data,) = place.files.values()
         place.files.clear()
+        for name, held in readers.items():
 
-        def apply(data: np.ndarray[Any, Any] = data) -> None:
-            head = read_head(data)
-            held.run = None
-            held.apply(head, data, threads)
-            held.settle()
+            def apply(held: HeldWeights = held, data: np.ndarray[Any, Any] = data) -> None:
+                held.apply(read_head(data), data, threads)
+                held.settle()
 
-        timed("decode", apply)
-        timed("sum", lambda: held.identify(threads))
+            timed(name, apply)
+            timed("memcpy", lambda: target.copy_(source))
+            if not torch.equal(held.weights.tensors()["w"].view(torch.int16), flat):
+                raise RuntimeError("a subscriber's weights differ")
+        timed("sum", lambda: readers["in_place"].identify(threads))
         size = publication.patch_bytes
-        if not torch.equal(served["w"].view(torch.int16), flat):
-            raise RuntimeError("the subscriber's weights differ")
         if turn == 0:
+            # Nothing is known of a staging copy before its first update, which is decoded as one in place is.
             spent.clear()
     medians = {name: statistics.median(seconds) for name, seconds in spent.items()}
     copy_s, nbytes = medians["memcpy"], 2 * elements
@@ -112,13 +137,15 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
         "elements": elements,
         "threads": threads,
         "share_changed": len(changed) / elements,
+        "patch_bytes": size,
         "patch_bits_per_change": 8 * size / max(len(changed), 1),
+        "bound_bits_per_change": 1 + entropy(len(changed) / elements) * elements / len(changed),
         "memcpy_bytes_per_s": nbytes / copy_s,
         **{f"{name}_s": seconds for name, seconds in medians.items()},
         **{f"{name}_rate_of_memcpy": copy_s / seconds for name, seconds in medians.items() if name != "memcpy"},
         "spread": {name: [min(s), max(s)] for name, s in spent.items()},
         "weight_bytes": nbytes,
-        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "peak_bytes": peak_bytes(),
     }
 
 
@@ -133,7 +160,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for density in arguments.density or (0.001, 0.01, 0.03):
+    for density in arguments.density or (0.001, 0.01, 0.026):
         rows.append(measure(arguments.elements, density, arguments.turns, arguments.threads))
         print({k: (float(f"{v:.4g}") if isinstance(v, float) else v) for k, v in rows[-1].items()}, flush=True)
     write(arguments.json, shared_machine=True, turns=arguments.turns, rows=rows)
