@@ -18,8 +18,7 @@ float32 elements. Rates are bytes of weights a second, of the best of all turns.
 Times are those of the processor, which do not grow while the process waits for a core: the machine may be shared. What
 others do to caches and memory remains, so that the ratio of times that were taken in turns counts.
 
-Memory: the trained weights, the publisher's copy, the weights of a reader in place and a reader's staging copy. The
-peak is that of the whole process.
+Memory: the trained weights, the publisher's copy of them, and a reader's. The peak is that of the whole process.
 """
 
 from __future__ import annotations
@@ -86,7 +85,6 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
     # Bits at random, but for exponents, which are a few: what is compared and summed does not depend on them.
     words = generator.integers(0, 2**63, elements // 4, dtype=np.int64)
     weights = torch.from_numpy(words).view(torch.bfloat16)
-    flat = weights.view(torch.int16)
     gaps = generator.geometric(density, int(1.1 * density * elements) + 1000)
     places = np.cumsum(gaps) - 1
     changed = torch.from_numpy(places[places < elements])
@@ -96,12 +94,7 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
     publisher = gw.WeightPublisher({"w": weights}, place, anchor_every=10**6, threads=threads)
     publisher.publish(0)
     place.files.clear()
-    # Readers that hold step 0, and have verified it.
-    readers = {name: HeldWeights(LiveTensors({"w": weights.clone()}), private=name == "staged") for name in READERS}
-    for held in readers.values():
-        held.identify(threads)
-    # A copy of the weights to where they are already, by the end of a turn: no more memory is needed for it.
-    source, target = weights.view(torch.float32), next(iter(readers.values())).weights.tensors()["w"].view(torch.float32)
+    flat, source, size = weights.view(torch.int16), weights.view(torch.float32), 0
     spent: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], object]) -> Any:
@@ -110,27 +103,37 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
         spent.setdefault(name, []).append(time.process_time() - began)
         return found
 
-    size = 0
-    for turn in range(turns + 1):
-        flat[changed] += ups if turn % 2 else -ups
-        publication = timed("encode", lambda step=turn + 1: publisher.publish(step))
-        (data,) = (file for name, file in place.files.items() if name.startswith("patch"))
-        place.files.clear()
-        for name, held in readers.items():
+    step = 0
+    for name in READERS:
+        # One after the other, in the memory that a model's tensors and a staging copy have.
+        live = LiveTensors({"w": weights.clone() if name == "in_place" else weights})
+        if name == "staged":
+            live = live.clone()
+        held, served = HeldWeights(live, private=name == "staged"), live.tensors()["w"]
+        held.identify(threads)
+        target = served.view(torch.float32)
+        for turn in range(turns + 1):
+            step += 1
+            flat[changed] += ups if step % 2 else -ups
+            publication = timed("encode", lambda step=step: publisher.publish(step))
+            (data,) = (file for name, file in place.files.items() if name.startswith("patch"))
+            place.files.clear()
+            size = publication.patch_bytes
 
             def apply(held: HeldWeights = held, data: np.ndarray[Any, Any] = data) -> None:
                 held.apply(read_head(data), data, threads)
                 held.settle()
 
             timed(name, apply)
-            timed("memcpy", lambda: target.copy_(source))
-            if not torch.equal(held.weights.tensors()["w"].view(torch.int16), flat):
-                raise RuntimeError("a subscriber's weights differ")
-        timed("sum", lambda: readers["in_place"].identify(threads))
-        size = publication.patch_bytes
-        if turn == 0:
-            # Nothing is known of a staging copy before its first update, which is decoded as one in place is.
-            spent.clear()
+            if not torch.equal(served.view(torch.int16), flat):
+                raise RuntimeError("the subscriber's weights differ")
+            # To where they are already: no more memory is needed for a copy.
+            timed("memcpy", lambda target=target: target.copy_(source))
+            timed(f"sum_{name}", lambda held=held: held.identify(threads))
+            if turn == 0:
+                # A staging copy is decoded as one in place is until it has been verified.
+                spent = {key: seconds[:-1] for key, seconds in spent.items()}
+        del live, held, served, target
     best = {name: min(seconds) for name, seconds in spent.items()}
     copy_s, nbytes = best["memcpy"], 2 * elements
     return {
@@ -155,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=1_000_000_000)
     parser.add_argument("--density", type=float, action="append")
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=5, help="Turns of each way to decode")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
