@@ -236,6 +236,21 @@ def test_staging_reads_no_more_than_what_changes_once_it_was_verified(tmp_path: 
     assert same(trained, served)
 
 
+def test_a_staging_copy_of_changed_tensors_is_noticed(tmp_path: Path) -> None:
+    trained, served = weights(), zeros(weights())
+    publisher, subscriber = gw.WeightPublisher(trained, tmp_path), gw.WeightSubscriber(served, tmp_path)
+    publisher.publish(0)
+    subscriber.update()
+    served["layer.weight"][-1, -1] += 1
+    trained["layer.weight"][0, 0] += 1
+    publisher.publish(1)
+    with pytest.raises(gw.PayloadError, match="something else has changed the tensor 'layer.weight'"):
+        subscriber.update(into="staging")
+    assert subscriber.update(into="staging") == 1
+    subscriber.swap()
+    assert same(served, trained)
+
+
 def test_a_staged_patch_with_other_sums_is_not_handed_over(tmp_path: Path) -> None:
     trained, served = weights(), zeros(weights())
     publisher, subscriber = gw.WeightPublisher(trained, tmp_path), gw.WeightSubscriber(served, tmp_path)
