@@ -79,21 +79,27 @@ def entropy(share: float) -> float:
     return -share * math.log2(share) - (1 - share) * math.log2(1 - share)
 
 
-def measure(elements: int, density: float, turns: int, threads: int) -> dict[str, Any]:
+class Published:
+    """Weights, their publisher, and the place that it writes to."""
+
+    def __init__(self, elements: int, threads: int) -> None:
+        self.rng, self.place, self.step = np.random.default_rng(0), Kept(), 0
+        # Bits at random: what is compared and summed does not depend on them.
+        words = self.rng.integers(0, 2**63, elements // 4, dtype=np.int64)
+        self.weights = torch.from_numpy(words).view(torch.bfloat16)
+        self.publisher = gw.WeightPublisher({"w": self.weights}, self.place, anchor_every=10**6, threads=threads)
+        self.publisher.publish(0)
+        self.place.files.clear()
+
+
+def measure(published: Published, density: float, turns: int, threads: int) -> dict[str, Any]:
     """Time one share of changes."""
-    generator = np.random.default_rng(0)
-    # Bits at random, but for exponents, which are a few: what is compared and summed does not depend on them.
-    words = generator.integers(0, 2**63, elements // 4, dtype=np.int64)
-    weights = torch.from_numpy(words).view(torch.bfloat16)
-    gaps = generator.geometric(density, int(1.1 * density * elements) + 1000)
-    places = np.cumsum(gaps) - 1
+    weights, place, rng = published.weights, published.place, published.rng
+    elements = weights.numel()
+    places = np.cumsum(rng.geometric(density, int(1.1 * density * elements) + 1000)) - 1
     changed = torch.from_numpy(places[places < elements])
-    ups = torch.from_numpy(generator.integers(0, 2, len(changed), dtype=np.int16) * np.int16(2) - np.int16(1))
-    del gaps, places
-    place = Kept()
-    publisher = gw.WeightPublisher({"w": weights}, place, anchor_every=10**6, threads=threads)
-    publisher.publish(0)
-    place.files.clear()
+    ups = torch.from_numpy(rng.integers(0, 2, len(changed), dtype=np.int16) * np.int16(2) - np.int16(1))
+    del places
     flat, source, size = weights.view(torch.int16), weights.view(torch.float32), 0
     spent: dict[str, list[float]] = {}
 
@@ -103,7 +109,6 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
         spent.setdefault(name, []).append(time.process_time() - began)
         return found
 
-    step = 0
     for name in READERS:
         # One after the other, in the memory that a model's tensors and a staging copy have.
         live = LiveTensors({"w": weights.clone() if name == "in_place" else weights})
@@ -113,9 +118,9 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
         held.identify(threads)
         target = served.view(torch.float32)
         for turn in range(turns + 1):
-            step += 1
-            flat[changed] += ups if step % 2 else -ups
-            publication = timed("encode", lambda step=step: publisher.publish(step))
+            published.step += 1
+            flat[changed] += ups if turn % 2 else -ups
+            publication = timed("encode", lambda: published.publisher.publish(published.step))
             (data,) = (file for name, file in place.files.items() if name.startswith("patch"))
             place.files.clear()
             size = publication.patch_bytes
@@ -125,7 +130,8 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
                 held.settle()
 
             timed(name, apply)
-            if not torch.equal(served.view(torch.int16), flat):
+            # The first patch, and the last, which follows on all others.
+            if turn in (0, turns) and not torch.equal(served.view(torch.int16), flat):
                 raise RuntimeError("the subscriber's weights differ")
             # To where they are already: no more memory is needed for a copy.
             timed("memcpy", lambda target=target: target.copy_(source))
@@ -133,7 +139,7 @@ def measure(elements: int, density: float, turns: int, threads: int) -> dict[str
             if turn == 0:
                 # A staging copy is decoded as one in place is until it has been verified.
                 spent = {key: seconds[:-1] for key, seconds in spent.items()}
-        del live, held, served, target
+        del live, held, served, target, apply
     best = {name: min(seconds) for name, seconds in spent.items()}
     copy_s, nbytes = best["memcpy"], 2 * elements
     return {
@@ -163,11 +169,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for density in arguments.density or (0.001, 0.01, 0.026):
-        rows.append(measure(arguments.elements, density, arguments.turns, arguments.threads))
+    rows, published = [], Published(arguments.elements, arguments.threads)
+    for density in arguments.density or (0.01, 0.001, 0.026):
+        rows.append(measure(published, density, arguments.turns, arguments.threads))
         print({k: (float(f"{v:.4g}") if isinstance(v, float) else v) for k, v in rows[-1].items()}, flush=True)
-    write(arguments.json, shared_machine=True, turns=arguments.turns, rows=rows)
+        write(
+            arguments.json, shared_machine=True, turns=arguments.turns, rows=sorted(rows, key=lambda r: r["share_changed"])
+        )
 
 
 if __name__ == "__main__":
