@@ -1,18 +1,18 @@
 """Checkpoints published and followed by the commands, from file to file: seconds, bytes and memory.
 
-    python benchmarks/speed/publish_files.py --layers 2 --layers 8 --folder SCRATCH --json benchmarks/results/speed/publish_files.json
+    python benchmarks/speed/publish_files.py --folder SCRATCH --json benchmarks/results/speed/publish_files.json
 
 A synthetic checkpoint has the tensors of a model of 7.5 G parameters (an embedding of 131072 by 4096, and layers with
 grouped attention and an inner width of 14336; 32 of them) but for the number of its layers, in bfloat16 with random
 bits. ``gradwire publish --watch`` and ``gradwire subscribe --watch`` run from a folder of checkpoints to a folder, and
-from there to a safetensors file. After the first checkpoint, the anchor, each next one has a share of its elements moved
-by one unit in the last place. At the end the subscriber's file must equal the last checkpoint in every byte of every
-tensor.
+from there to a safetensors file. After the first checkpoint, the anchor, each next one has a share of its elements
+moved by one unit in the last place. At the end the subscriber's file must equal the last checkpoint in every byte of
+every tensor.
 
 Reported are, for the anchor and as the best of the patches: what the commands report, seconds from the checkpoint's
 appearance until the file has been replaced, which include polling every 0.2 s, and a plain copy of the last checkpoint
-with fsync, which is what a reader's new file costs. Memory is the largest resident set of each command, without and with the pages of files that
-it has mapped. Everything goes through one disk; the size is what fits this machine.
+with fsync, which is what a reader's new file costs. Memory is the largest resident set of each command, without and
+with the pages of files that it has mapped. Everything goes through one disk; the size is what fits this machine.
 """
 
 from __future__ import annotations

@@ -174,7 +174,10 @@ def main() -> None:
         rows.append(measure(published, density, arguments.turns, arguments.threads))
         print({k: (float(f"{v:.4g}") if isinstance(v, float) else v) for k, v in rows[-1].items()}, flush=True)
         write(
-            arguments.json, shared_machine=True, turns=arguments.turns, rows=sorted(rows, key=lambda r: r["share_changed"])
+            arguments.json,
+            shared_machine=True,
+            turns=arguments.turns,
+            rows=sorted(rows, key=lambda r: r["share_changed"]),
         )
 
 

@@ -244,7 +244,7 @@ def test_a_staging_copy_of_changed_tensors_is_noticed(tmp_path: Path) -> None:
     served["layer.weight"][-1, -1] += 1
     trained["layer.weight"][0, 0] += 1
     publisher.publish(1)
-    with pytest.raises(gw.PayloadError, match="something else has changed the tensor 'layer.weight'"):
+    with pytest.raises(gw.PayloadError, match=r"something else has changed the tensor 'layer.weight'"):
         subscriber.update(into="staging")
     assert subscriber.update(into="staging") == 1
     subscriber.swap()

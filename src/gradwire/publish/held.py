@@ -138,9 +138,7 @@ class HeldWeights:
             raise PayloadError(f"{head.name} does not follow on these weights, which are of {at}: {reason}")
         return own
 
-    def _replace(
-        self, head: PatchHead, layout: Layout, decode: Callable[[int], DecodedChunk], threads: int
-    ) -> None:
+    def _replace(self, head: PatchHead, layout: Layout, decode: Callable[[int], DecodedChunk], threads: int) -> None:
         """Write a patch to private weights, and compare the sums of all tensors; memory is passed through once."""
         known = self.sums or ()
         self.weights.open(layout, head.step)

@@ -19,7 +19,7 @@ from gradwire.kernels.patches.distances import describe, distances_of, top_bit
 from gradwire.kernels.patches.positions import complement, load, pack_positions, unpack_positions
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "a731a6771abba9ca"
+DIGEST = "0a8ee0166f2ed335"
 
 
 _u8, _u64, _i64 = np.uint8, np.uint64, np.int64
@@ -28,7 +28,6 @@ _SHIFTS = (_u64(formats.FIRST_SHIFT), _u64(formats.SECOND_SHIFT), _u64(formats.T
 _INVERTED, _LINE = formats.INVERTED, formats.LINE_BYTES
 _TILE = 64
 """Lines that are compared before their changes are taken out: those of both states stay in the first-level cache."""
-
 
 
 class Room(NamedTuple):
@@ -234,9 +233,7 @@ def _copy(target, at, source, start, count):
 
 
 @kept(DIGEST)
-def find_range(
-    variant, old, new, floating, block, first_word, rows, room, positions, symbols, extra, cursor, advance
-):
+def find_range(variant, old, new, floating, block, first_word, rows, room, positions, symbols, extra, cursor, advance):
     """Write rows, positions, symbols and extra bits of the changes; ``cursor`` holds the ends, and the sum's change."""
     prefer_wide()
     width = room.first.itemsize

@@ -123,8 +123,8 @@ class PatchOperations(Front):
         written. Bytes behind the used ones are not looked at: the caller compares ``cursor`` with what there is.
 
         Raises:
-            PayloadError: the arrays do not describe changes of such a base. If changes are written, it has been changed in
-                part: check changes before they are written.
+            PayloadError: the arrays do not describe changes of such a base. If ``mode`` writes, it has been changed in
+                part.
         """
         blocks = _check(base, width, block, rows, cursor)
         for name, array in (("positions", positions), ("symbols", symbols), ("extra", extra)):
@@ -338,9 +338,7 @@ def _unpack(form: int, data: torch.Tensor, count: int, numel: int) -> list[int] 
         index = _unpack_rice(data.numpy(), form, listed, numel)
     else:
         found, valid = torch.zeros(listed, dtype=torch.int32), torch.tensor([False])
-        decode_indices(
-            data, "bitmap" if form == BITMAP else "width", max(0, form - WIDTH), listed, numel, found, valid
-        )
+        decode_indices(data, "bitmap" if form == BITMAP else "width", max(0, form - WIDTH), listed, numel, found, valid)
         index = found.numpy() if bool(valid) else None
     if index is None or not inverted:
         return None if index is None else index.tolist()
