@@ -76,9 +76,9 @@ def distances_of(symbols, distances, extra, at_bit):
     """Decode distances; return the end of their extra bits, or less than 0: the key of a fault."""
     far, bits = 0, 8 * distances.itemsize
     for i in range(symbols.size):
-        symbol = _u64(symbols[i])
-        negative = symbol & _u64(1)
-        distances[i] = (((symbol >> _u64(1)) + _u64(1)) ^ (_u64(0) - negative)) + negative
+        near = _u64(symbols[i])
+        negative = near & _u64(1)
+        distances[i] = (((near >> _u64(1)) + _u64(1)) ^ (_u64(0) - negative)) + negative
         far += symbols[i] >= _FIRST_CLASS
     if far == 0:
         return at_bit

@@ -19,7 +19,7 @@ from gradwire.kernels.patches.distances import describe, distances_of, top_bit
 from gradwire.kernels.patches.positions import complement, load, pack_positions, unpack_positions
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "0a8ee0166f2ed335"
+DIGEST = "e6d4f442867f1cb9"
 
 
 _u8, _u64, _i64 = np.uint8, np.uint64, np.int64
@@ -327,7 +327,7 @@ def apply_range(variant, base, floating, block, first_word, rows, room, position
             return 3
         whole, rest = (stop - begin) // _LINE, (stop - begin) % _LINE
         # A third of the next block is fetched in each of three loops.
-        ahead, stride = stop, _i64(0)
+        ahead, stride = stop, 0
         if count and simd.FETCH_FROM * count >= whole and number + 1 < rows.shape[0]:
             stride = min(_LINE, _LINE * whole // (3 * count))
         if mode == formats.CHECK_ALL:

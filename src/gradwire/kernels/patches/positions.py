@@ -141,7 +141,7 @@ def _pack_rice(index, r, size, out):
 def unpack_positions(form, listed, numel, data, index, base, ahead, stride):
     """Read ``listed`` positions, ``data`` in all; return whether an encoder writes such bytes.
 
-    Meanwhile fetch lines of ``base``, one for each position, from byte ``ahead`` on and ``stride`` bytes apart; 0: none.
+    Meanwhile fetch a line of ``base`` for each position, from byte ``ahead`` on, ``stride`` bytes apart; 0: none.
     """
     if listed == 0:
         return data.size == 0
