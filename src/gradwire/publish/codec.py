@@ -143,7 +143,7 @@ def _pack_rows(rows: torch.Tensor) -> bytes:
     """Write the rows of blocks, 5 bytes each."""
     form, changes, size = rows.numpy().astype("<u8").T
     words = form | changes << np.uint64(_ROW_BITS[0]) | size << np.uint64(sum(_ROW_BITS[:2]))
-    return words.view(np.uint8).reshape(-1, 8)[:, :_ROW_BYTES].tobytes()
+    return bytes(words.view(np.uint8).reshape(-1, 8)[:, :_ROW_BYTES].tobytes())
 
 
 def _unpack_rows(data: Octets, blocks: int) -> torch.Tensor:
@@ -236,11 +236,11 @@ class DecodedChunk:
         Raises:
             PayloadError: the changes are not those of such a base; a part of them has been written.
         """
-        change = dict[int, int]()
         if self._kind == RAW:
-            _, change = self.check(target, True)
+            _, added = self.check(target, True)
             self.write(target)
-            return change
+            return added
+        change = dict[int, int]()
         for span, cursor in self._walk(target, WRITE_CHECKED):
             _add(change, span.tensor, int(cursor[3]))
         return change
