@@ -18,7 +18,7 @@ from gradwire.kernels.low_rank.operations import MatrixTable
 from gradwire.kernels.natural.operations import natural_bytes
 from gradwire.kernels.operations import Operations
 from gradwire.kernels.packing.layout import digit_layout, packed_bytes
-from gradwire.kernels.patches.formats import CHECK_ALL, CHECK_CHANGES, WRITE, WRITE_CHECKED
+from gradwire.kernels.patches.formats import CHECK, WRITE, WRITE_CHECKED
 from gradwire.kernels.rotation.blocks import RotationTable
 from gradwire.kernels.signs.operations import RunTable
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
@@ -249,7 +249,7 @@ def _patches(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
         used = cursor.tolist()
         packed = [positions[: used[1]], symbols[: used[0]], extra[: -(-used[2] // 8)]]
         results += [cursor.clone(), rows, *(part.clone() for part in packed)]
-        for mode in (CHECK_ALL, CHECK_CHANGES, WRITE, WRITE_CHECKED):
+        for mode in (CHECK, WRITE, WRITE_CHECKED):
             base = old.clone()
             cursor.zero_()
             kernels.apply_changes(base, width, floating, block, 5, rows, packed[0], packed[1], packed[2], cursor, mode)

@@ -15,7 +15,7 @@ import torch
 from gradwire.errors import PayloadError
 from gradwire.kernels import Kernels, get_kernels
 from gradwire.kernels.entropy.base import CODER_IDS
-from gradwire.kernels.patches.formats import CHECK_ALL, CHECK_CHANGES, ROW, WRITE, WRITE_CHECKED
+from gradwire.kernels.patches.formats import CHECK, ROW, WRITE, WRITE_CHECKED
 from gradwire.publish.container import CHANGES, RAW, Octets
 from gradwire.publish.layout import BLOCK_ELEMENTS, BlockSpan, Layout
 
@@ -205,12 +205,8 @@ class DecodedChunk:
         self._positions, self._extra = torch.from_numpy(positions), torch.from_numpy(extra)
         self._bits = _CHANGES.unpack(body[: _CHANGES.size].tobytes())[4]
 
-    def check(self, base: Read, whole: bool) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    def check(self, base: Read) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Return by tensor the sum of words of the base, and what the chunk adds to it; write nothing.
-
-        Args:
-            base: Returns the base of a span.
-            whole: Sum up the base; False: return what the chunk adds to its sum alone.
 
         Raises:
             PayloadError: the changes are not those of such a base.
@@ -225,7 +221,7 @@ class DecodedChunk:
                 _add(before, span.tensor, held)
                 _add(change, span.tensor, kernels.word_sum(octets, span.first_word) - held)
             return before, change
-        for span, cursor in self._walk(base, CHECK_ALL if whole else CHECK_CHANGES):
+        for span, cursor in self._walk(base, CHECK):
             _add(change, span.tensor, int(cursor[3]))
             _add(before, span.tensor, int(cursor[4]))
         return before, change
@@ -237,7 +233,7 @@ class DecodedChunk:
             PayloadError: the changes are not those of such a base; a part of them has been written.
         """
         if self._kind == RAW:
-            _, added = self.check(target, True)
+            _, added = self.check(target)
             self.write(target)
             return added
         change = dict[int, int]()

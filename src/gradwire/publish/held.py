@@ -165,7 +165,7 @@ class HeldWeights:
         def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], DecodedChunk | None, int]:
             chunk = decode(number)
             try:
-                before, change = ({}, chunk.sums()) if whole else chunk.check(read, True)
+                before, change = ({}, chunk.sums()) if whole else chunk.check(read)
             except PayloadError as error:
                 raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
             return before, change, chunk if chunk.light else None, chunk.changed

@@ -26,8 +26,8 @@ SYMBOLS = FIRST_CLASS + 2 * (64 - 6)
 WIDTHS = (1, 2, 4, 8)
 """Bytes of an element."""
 
-CHECK_ALL, CHECK_CHANGES, WRITE, WRITE_CHECKED = 0, 1, 2, 3
-"""What to do with changes: check them and sum up the whole base; check them alone; write them; check and write them."""
+CHECK, WRITE, WRITE_CHECKED = 0, 1, 2
+"""What to do with changes: check them, and sum up the whole base; write them; write them, and follow the sum."""
 
 LINE_BYTES = 64
 """Bytes that are compared, summed and written at a time."""

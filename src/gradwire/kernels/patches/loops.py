@@ -19,7 +19,7 @@ from gradwire.kernels.patches.distances import describe, distances_of, top_bit
 from gradwire.kernels.patches.positions import complement, load, pack_positions, unpack_positions
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "e6d4f442867f1cb9"
+DIGEST = "32f68acbacd14a10"
 
 
 _u8, _u64, _i64 = np.uint8, np.uint64, np.int64
@@ -330,7 +330,7 @@ def apply_range(variant, base, floating, block, first_word, rows, room, position
         ahead, stride = stop, 0
         if count and simd.FETCH_FROM * count >= whole and number + 1 < rows.shape[0]:
             stride = min(_LINE, _LINE * whole // (3 * count))
-        if mode == formats.CHECK_ALL:
+        if mode == formats.CHECK:
             total += _sum_words(variant, base[begin:stop], first_word + _u64(begin >> 3))
         listed = numel - count if form >= _INVERTED else count
         data = positions[at_position : at_position + size]

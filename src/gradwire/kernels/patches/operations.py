@@ -14,7 +14,7 @@ from gradwire.kernels.indices.operations import decode_indices, encode_indices
 from gradwire.kernels.patches import formats
 from gradwire.kernels.patches.formats import (
     BITMAP,
-    CHECK_ALL,
+    CHECK,
     EXACT,
     FIRST_CLASS,
     INVERTED,
@@ -115,9 +115,8 @@ class PatchOperations(Front):
         """Check changes of ``base`` (uint8), or write them.
 
         Args:
-            mode: ``CHECK_ALL`` adds to ``cursor`` the sum of words of the base, and by how much the changes change it;
-                ``CHECK_CHANGES`` adds the latter alone, and reads no more than the lines with changes; ``WRITE``
-                writes; ``WRITE_CHECKED`` writes, and adds what ``CHECK_CHANGES`` does.
+            mode: ``CHECK`` adds to ``cursor`` the sum of words of the base, and by how much the changes change it;
+                ``WRITE`` writes; ``WRITE_CHECKED`` writes, and adds by how much the changes change the sum.
 
         ``rows`` and the arrays may hold anything: nothing outside of them is read, and nothing outside of ``base`` is
         written. Bytes behind the used ones are not looked at: the caller compares ``cursor`` with what there is.
@@ -240,7 +239,7 @@ def apply_changes(
     if mode != WRITE:
         before = _sum(base.numpy(), first_word)
         change += _sum(result.numpy(), first_word) - before
-        total += before if mode == CHECK_ALL else 0
+        total += before if mode == CHECK else 0
     if mode in (WRITE, WRITE_CHECKED):
         base.copy_(result)
     cursor.copy_(torch.tensor([at_symbol, at_position, at_bit, _signed(change), _signed(total)]))
