@@ -86,7 +86,9 @@ class Command:
     """A command that watches, and its memory."""
 
     def __init__(self, *words: str) -> None:
-        program = "from gradwire.tools.cli.main import main; main()"
+        # A shell's background jobs ignore interrupts, and hand that down.
+        program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        program += "from gradwire.tools.cli.main import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", program, *words, "--watch", "--every", "0.2", "--json"],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -240,7 +242,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             rows.append(measure(layers, arguments.density, arguments.steps, Path(folder)))
         print(json.dumps(rows[-1], indent=1), flush=True)
-    write(arguments.json, shared_machine=True, rows=rows)
+        write(arguments.json, shared_machine=True, rows=rows)
 
 
 if __name__ == "__main__":
