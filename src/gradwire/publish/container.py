@@ -18,7 +18,7 @@ from gradwire.publish.layout import BLOCK_ELEMENTS, DIGEST_BYTES, MAX_LAYOUT_BYT
 
 Octets = npt.NDArray[np.uint8]
 
-MAGIC, VERSION = b"GWWP", 1
+MAGIC, VERSION = b"GWWP", 2
 ANCHOR, PATCH = 0, 1
 RAW, CHANGES, LOSSY = 0, 1, 2
 """Kinds of chunks: bytes as they are, changes of the base, and differences rounded by a method."""

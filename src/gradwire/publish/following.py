@@ -26,6 +26,7 @@ class Following:
         boxes: By name, the box that a tensor is of the published one.
         slices: By name, ranges of indices that a tensor is of the published one. All others are whole.
         lossy: Whether patches may round differences.
+        private: Whether nothing else reads or writes the tensors, as a staging copy.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class Following:
         boxes: Mapping[str, TensorBox],
         slices: Mapping[str, Sequence[slice]],
         lossy: bool = False,
+        private: bool = False,
     ) -> None:
         self.weights, self.boxes, self.slices, self.lossy = weights, boxes, slices, lossy
-        self.parts: dict[int, HeldWeights] = {0: HeldWeights(weights, lossy=lossy)}
+        self._private = private
+        self.parts: dict[int, HeldWeights] = {0: HeldWeights(weights, lossy=lossy, private=private)}
         self._keys: tuple[str, ...] = ()
 
     @property
@@ -118,7 +121,9 @@ class Following:
             held = HeldPieces(layout, pieces, self.weights, outer, boxes)
             if held.selected:
                 every = all(n in held.selected or not entry.elements for n, entry in enumerate(layout.entries))
-                parts[number] = HeldWeights(held, None if every else held.selected, lossy=self.lossy)
+                parts[number] = HeldWeights(
+                    held, None if every else held.selected, lossy=self.lossy, private=self._private
+                )
         self.parts, self._keys = parts or {0: self.parts[0]}, keys
         known = self.weights.layout is not None and self.weights.layout.digest == outer.digest
         readable = [isinstance(weights.weights, HeldPieces) and weights.weights.readable for weights in parts.values()]
@@ -143,7 +148,7 @@ class Following:
 
     def _fit_whole(self, manifest: Manifest, layout_of: LayoutOf, threads: int) -> None:
         if self._keys:
-            self.parts, self._keys = {0: HeldWeights(self.weights, lossy=self.lossy)}, ()
+            self.parts, self._keys = {0: HeldWeights(self.weights, lossy=self.lossy, private=self._private)}, ()
         held = self.parts[0]
         layout = held.layout
         if layout is not None and layout.digest.hex() != manifest.parts[0]:
@@ -175,7 +180,7 @@ class Following:
             self.parts, self._keys = {}, other._keys
             for number, held in other.parts.items():
                 pieces = held.weights.over(self.weights) if isinstance(held.weights, HeldPieces) else self.weights
-                self.parts[number] = HeldWeights(pieces, held.selected, lossy=self.lossy)
+                self.parts[number] = HeldWeights(pieces, held.selected, lossy=self.lossy, private=self._private)
         for number, held in other.parts.items():
             mine = self.parts[number]
             mine.become(held)

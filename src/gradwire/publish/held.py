@@ -22,6 +22,8 @@ class HeldWeights:
         weights: The tensors.
         selected: Numbers of the layout's tensors that are at hand; None: all.
         lossy: Whether patches may round differences.
+        private: Nothing but this object writes to the tensors, and nothing reads them while it does, as with a staging
+            copy. Once they have been verified as a whole, patches are checked while they are written.
 
     Attributes:
         weights: The tensors.
@@ -30,10 +32,18 @@ class HeldWeights:
         sums: Sum of words of each tensor, if it is known.
     """
 
-    def __init__(self, weights: Writable, selected: frozenset[int] | None = None, *, lossy: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Writable,
+        selected: frozenset[int] | None = None,
+        *,
+        lossy: bool = False,
+        private: bool = False,
+    ) -> None:
         self.weights = weights
         self.lossy = lossy
         self.selected = selected
+        self._private, self._verified = private, False
         self.run: bytes | None = None
         self.step: int | None = None
         self.sums: tuple[int, ...] | None = None
@@ -51,6 +61,7 @@ class HeldWeights:
 
     def forget(self) -> None:
         """Trust what is known no longer."""
+        self._verified = False
         self.run = self.step = self.sums = None
 
     def become(self, other: HeldWeights) -> None:
@@ -65,13 +76,16 @@ class HeldWeights:
     def apply(self, head: PatchHead, data: Octets, threads: int) -> None:
         """Check a file in full, then write it; :meth:`settle` ends one or more of these.
 
+        Patches of private weights are written while the sums of what they change are followed. If these differ from
+        the publisher's at the end, the weights are of no known step.
+
         Args:
             head: Head of the file.
             data: The file.
             threads: Threads that share the work.
 
         Raises:
-            PayloadError: the file is refused, and nothing has been written.
+            PayloadError: the file is refused, and nothing has been written unless the weights are private.
             IncompatibleError: the file is for other tensors.
         """
         self.check(head, data, threads)()
@@ -102,6 +116,8 @@ class HeldWeights:
             except PayloadError as error:
                 raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
 
+        if self._verified and head.kind != ANCHOR:
+            return lambda: self._replace(head, layout, decode, numbers, threads)
         kept = self._check(head, layout, decode, numbers, threads)
 
         def write() -> None:
@@ -114,6 +130,7 @@ class HeldWeights:
 
             in_parallel(write_chunk, range(len(numbers)), threads)
             self.run, self.step, self.sums = head.run, head.step, head.sums
+            self._verified = self._private
 
         return write
 
@@ -163,6 +180,32 @@ class HeldWeights:
             raise PayloadError(f"{head.name} does not follow on these weights, which are of {at}: {reason}")
         return own
 
+    def _replace(
+        self,
+        head: PatchHead,
+        layout: Layout,
+        decode: Callable[[int], DecodedChunk | LossyChunk],
+        numbers: Sequence[int],
+        threads: int,
+    ) -> None:
+        """Write a patch to private weights, and compare the sums of all tensors; memory is passed through once."""
+        known = self.sums or ()
+        self.weights.open(layout, head.step)
+        self.forget()
+
+        def replace(number: int) -> tuple[Mapping[int, int], int]:
+            chunk = decode(number)
+            try:
+                change = chunk.replace(self.weights.target)
+                return change, chunk.changed
+            except PayloadError as error:
+                raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
+
+        results = in_parallel(replace, numbers, threads)
+        found = total_sums(known, [change for change, _ in results])
+        self._compare(head, layout, found, sum(changed for _, changed in results))
+        self.run, self.step, self.sums, self._verified = head.run, head.step, head.sums, True
+
     def _check(
         self,
         head: PatchHead,
@@ -199,14 +242,18 @@ class HeldWeights:
                         "last update, so that a patch cannot be written to it; the next update fetches an anchor"
                     )
             found = [(total + change) % 2**64 for total, change in zip(base, changes)]
-        for number in here:
+        self._compare(head, layout, found, sum(changed for *_, changed in results))
+        return [chunk for _, _, chunk, _ in results]
+
+    def _compare(self, head: PatchHead, layout: Layout, found: Sequence[int], changed: int) -> None:
+        """Refuse a file whose weights have other sums, or which changes more or fewer elements, than its head says."""
+        for number in range(len(layout.entries)) if self.selected is None else sorted(self.selected):
             if found[number] != head.sums[number]:
                 raise PayloadError(
                     f"{head.name}: the digest of {layout.entries[number].name!r} differs from the publisher's"
                 )
-        if self.selected is None and sum(changed for *_, changed in results) != head.changed:
+        if self.selected is None and changed != head.changed:
             raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")
-        return [chunk for _, _, chunk, _ in results]
 
 
 def _left_out(head: PatchHead, layout: Layout, selected: frozenset[int] | None) -> list[tuple[int, int]]:

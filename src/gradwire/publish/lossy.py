@@ -188,7 +188,7 @@ class LossyChunk:
                 raise PayloadError(f"{self._spec} cannot decode it: {error}") from error
             yield span, held, moved
 
-    def check(self, base: Read, whole: bool = True) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    def check(self, base: Read) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Return by tensor the sum of words of the base, and what the chunk adds to it; write nothing.
 
         Raises:
@@ -203,6 +203,16 @@ class LossyChunk:
             changed += _changed(held, moved, span)
         self.changed = changed
         return before, change
+
+    def replace(self, target: Read) -> Mapping[int, int]:
+        """Write the chunk into the bytes of its spans; return by tensor what it adds to the sum of words.
+
+        Raises:
+            PayloadError: the method cannot decode the bytes.
+        """
+        _, change = self.check(target)
+        self.write(target)
+        return change
 
     def sums(self) -> Mapping[int, int]:
         """Refuse: only patches have such chunks."""

@@ -237,7 +237,7 @@ class WeightSubscriber:
         if not isinstance(live, LiveTensors):
             raise IncompatibleError('into="staging" is for tensors in memory: a file is replaced at once in any case')
         if self._staged is None:
-            self._staged = Following(live.clone(), self._held.boxes, self._held.slices, self._held.lossy)
+            self._staged = Following(live.clone(), self._held.boxes, self._held.slices, self._held.lossy, True)
             self._staged.become(self._held)
         return self._staged
 
