@@ -177,7 +177,7 @@ def claims(data: bytes, rng: np.random.Generator, case: Case) -> bytes:
     value, name = int(rng.integers(0, 2**62)), rng.bytes(16)
     sums = list(head.sums)
     sums[int(rng.integers(len(sums)))] = value
-    layout = case.subscriber._held.layout
+    layout = case.subscriber._held.only.layout
     state = layout.state(sums) if layout is not None else name
     changed = [
         replace(head, run=name), replace(head, state=name), replace(head, layout=name),
@@ -227,7 +227,7 @@ def attempt(case: Case, number: int) -> tuple[str, str]:
     except (struct.error, OverflowError):
         # The number does not fit its field: nothing to hand over.
         data = flip(good, rng)
-    held = case.subscriber._held
+    held = case.subscriber._held.only
     known = held.run, held.step, held.sums
     try:
         case.subscriber.apply(data)

@@ -72,6 +72,29 @@ def test_checkpoints_become_patches_and_patches_a_file(tmp_path: Path) -> None:
     assert "patch-000000000020" in table
 
 
+def test_rounded_patches_in_strips_are_relayed(tmp_path: Path) -> None:
+    source, place, hop = tmp_path / "run", tmp_path / "place", tmp_path / "hop"
+    words = ["publish", "--from", source, "--to", place, "--lossy", "EDEN(bits=4)", "--strips", "w=0/2", "--json"]
+    first, target = tmp_path / "first", tmp_path / "target"
+    for step in (1, 2):
+        weights = save(source / f"step-{step}", step)
+        result = call(*words)
+        assert "differences are rounded by EDEN(bits=4" in " ".join(result.stderr.split())
+        assert [row["step"] for row in json.loads(result.stdout)] == [step]
+        assert call("subscribe", "--from", place, "--to", first, "--relay", hop, "--lossy").exit_code == 0
+        assert call("subscribe", "--from", hop, "--to", target, "--lossy").exit_code == 0
+        found = load_file(target / "model.safetensors")
+        assert torch.equal(found["w"], load_file(first / "model.safetensors")["w"])
+        assert torch.allclose(found["w"].float(), weights["w"].float(), atol=0.1)
+    refused = call("subscribe", "--from", place, "--to", tmp_path / "other")
+    assert refused.exit_code == 1
+    assert "lossy=True" in refused.stderr.replace("\n", " ")
+    rows = json.loads(call("patch", "show", *sorted(place.glob("*.gww")), "--json").stdout)
+    fits(rows, schema("patch_show"))
+    assert all(row["lossy"] is None for row in rows if row["kind"] == "anchor")
+    assert call("publish", "--from", source, "--to", place, "--strips", "w=0").exit_code == 2
+
+
 def test_a_file_that_is_written_over_counts_its_steps(tmp_path: Path) -> None:
     source, place = tmp_path / "model", tmp_path / "place"
     save(source, 0)

@@ -13,7 +13,17 @@ from kernel_cases import BACKENDS, OTHERS, unaligned_bytes
 
 from gradwire.errors import HyperparameterError, PayloadError
 from gradwire.kernels import Kernels, get_kernels
-from gradwire.kernels.patches.formats import BITMAP, INVERTED, SYMBOLS, WIDTH, rice_candidates
+from gradwire.kernels.patches.formats import (
+    BITMAP,
+    CHECK,
+    INVERTED,
+    SYMBOLS,
+    WIDTH,
+    WRITE,
+    WRITE_CHECKED,
+    rice_bytes,
+    rice_candidates,
+)
 
 REFERENCE = get_kernels("reference")
 KINDS = [(1, False), (1, True), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True)]
@@ -37,7 +47,7 @@ def find(
     blocks = -(-numel // block)
     rows, cursor = torch.zeros(blocks, 3, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
     positions, symbols, extra = (
-        torch.zeros(size, dtype=torch.uint8) for size in (numel // 8 + blocks, numel, numel * width + 32)
+        torch.zeros(size, dtype=torch.uint8) for size in (numel // 8 + blocks + 8, numel, numel * width + 32)
     )
     kernels.find_changes(old, new, width, floating, block, first, rows, positions, symbols, extra, cursor, advance)
     count, size, bits, change, _ = cursor.tolist()
@@ -45,10 +55,10 @@ def find(
 
 
 def apply(
-    kernels: Kernels, base: torch.Tensor, changes: Changes, width: int, floating: bool, block: int, write: bool
+    kernels: Kernels, base: torch.Tensor, changes: Changes, width: int, floating: bool, block: int, mode: int
 ) -> list[int]:
     cursor = torch.zeros(5, dtype=torch.int64)
-    kernels.apply_changes(base, width, floating, block, 0, *changes[:4], cursor, write)
+    kernels.apply_changes(base, width, floating, block, 0, *changes[:4], cursor, mode)
     return cursor.tolist()
 
 
@@ -73,11 +83,11 @@ def test_changes_lead_from_one_state_to_the_other(backend: str, width: int, floa
     old, new = pair(1003, width, density, 0.2, 1)
     changes = find(kernels, old, new, width, floating, 256)
     base = old.clone()
-    checked = apply(kernels, base, changes, width, floating, 256, write=False)
+    checked = apply(kernels, base, changes, width, floating, 256, CHECK)
     assert torch.equal(base, old)
     assert checked[3] % 2**64 == changes.change == (kernels.word_sum(new) - kernels.word_sum(old)) % 2**64
     assert checked[4] % 2**64 == kernels.word_sum(old)
-    apply(kernels, base, changes, width, floating, 256, write=True)
+    apply(kernels, base, changes, width, floating, 256, WRITE)
     assert torch.equal(base, new)
     assert int(changes.rows[:, 1].sum()) == int((old.view(-1, width) != new.view(-1, width)).any(1).sum())
     advanced = old.clone()
@@ -110,10 +120,13 @@ def test_backends_write_the_bytes_of_the_reference(
         for part, other in zip(found[:4], expected[:4]):
             assert torch.equal(part, other)
         assert kernels.word_sum(a, seed) == REFERENCE.word_sum(old, seed)
-        expected_cursor = apply(REFERENCE, old.clone(), expected, *kind, block, write=False)
-        assert apply(kernels, a, found, *kind, block, write=False) == expected_cursor
-        apply(kernels, a, found, *kind, block, write=True)
-        assert torch.equal(a, new)
+        expected_cursor = apply(REFERENCE, old.clone(), expected, *kind, block, CHECK)
+        assert apply(kernels, a, found, *kind, block, CHECK) == expected_cursor
+        for mode in (WRITE, WRITE_CHECKED):
+            a.copy_(old)
+            written = apply(kernels, a, found, *kind, block, mode)
+            assert written == [*expected_cursor[:3], expected_cursor[3] if mode == WRITE_CHECKED else 0, 0]
+            assert torch.equal(a, new)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -126,7 +139,7 @@ def test_every_value_of_small_types_is_reached_from_every_other(backend: str) ->
         old, new = old[::7].clone(), new[::7].clone()
     for floating in (False, True):
         base = old.clone()
-        apply(kernels, base, find(kernels, old, new, 1, floating, 1 << 16), 1, floating, 1 << 16, write=True)
+        apply(kernels, base, find(kernels, old, new, 1, floating, 1 << 16), 1, floating, 1 << 16, WRITE)
         assert torch.equal(base, new)
 
 
@@ -193,7 +206,7 @@ def test_what_no_encoder_writes_is_refused_and_the_base_stays(backend: str) -> N
         for changes in cases:
             base = old.clone()
             with pytest.raises(PayloadError, match=reason):
-                apply(kernels, base, changes, 2, True, 256, write=False)
+                apply(kernels, base, changes, 2, True, 256, CHECK)
             assert torch.equal(base, old)
 
 
@@ -225,6 +238,6 @@ def test_candidates_of_rice_parameters_have_the_best_one() -> None:
     rng = np.random.default_rng(2)
     for mean in (0.3, 1, 3, 10, 47, 100, 333, 5000):
         gaps = rng.geometric(1 / (1 + mean), 4000) - 1
-        bits = [len(gaps) * (r + 1) + int((gaps >> r).sum()) for r in range(31)]
+        bits = [rice_bytes(len(gaps), int((gaps >> r).sum()), r) for r in range(31)]
         least, most = rice_candidates(int(gaps.sum()), len(gaps))
         assert min(bits[least : most + 1]) == min(bits)

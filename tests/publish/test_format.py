@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.publish.container import read_head
-from gradwire.publish.layout import TYPES
+from gradwire.publish.codec import DecodedChunk, encode_changes
+from gradwire.publish.container import CHANGES, read_head
+from gradwire.publish.layout import BY_NAME, TYPES, Entry, Layout
 
 PAGE = Path(__file__).parents[2] / "docs" / "patch-format.md"
 
@@ -34,7 +35,7 @@ def golden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]
 
 def page_bytes(kind: str) -> bytes:
     """Return the bytes of an example on the page."""
-    found = re.search(rf"The {kind}:\n\n```\n([0-9a-f\s]+)```", PAGE.read_text())
+    found = re.search(rf"{kind}:\n\n```\n([0-9a-f\s]+)```", PAGE.read_text())
     assert found, kind
     return bytes.fromhex(found.group(1))
 
@@ -42,20 +43,38 @@ def page_bytes(kind: str) -> bytes:
 @pytest.mark.repository
 def test_golden_files_are_those_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     anchor, patch = golden(tmp_path, monkeypatch)
-    assert anchor.hex(" ", 1) == page_bytes("anchor").hex(" ", 1)
-    assert patch.hex(" ", 1) == page_bytes("patch").hex(" ", 1)
+    assert anchor.hex(" ", 1) == page_bytes("The anchor").hex(" ", 1)
+    assert patch.hex(" ", 1) == page_bytes("The patch").hex(" ", 1)
 
 
 @pytest.mark.repository
 def test_the_golden_files_of_the_page_are_read(tmp_path: Path) -> None:
     served = {"w": torch.zeros(4).bfloat16(), "n": torch.zeros(2, dtype=torch.int32)}
     subscriber = gw.WeightSubscriber(served, tmp_path)
-    assert subscriber.apply(page_bytes("anchor")) == 1
+    assert subscriber.apply(page_bytes("The anchor")) == 1
     assert served["w"].tolist() == [1.0, -2.0, 0.0, 3.5]
-    assert subscriber.apply(page_bytes("patch")) == 2
+    assert subscriber.apply(page_bytes("The patch")) == 2
     assert served["w"].tolist() == [1.0, -2.015625, 0.0, 3.5]
     assert torch.signbit(served["w"]).tolist() == [False, True, True, False]
     assert served["n"].tolist() == [1007, -1]
+
+
+@pytest.mark.repository
+def test_the_chunk_of_changes_of_the_page_is_written_and_read() -> None:
+    """Moves by 1, 2 and -70 units, the last one to the negative numbers behind -0.0, the neighbour of 0.0."""
+    span = Layout([Entry("w", BY_NAME["BF16"], (128,))]).spans(0, 1)
+    old = torch.zeros(128, dtype=torch.int16)
+    new = old.clone()
+    new[[3, 40, 41]] = torch.tensor([1, 2, 69 - 2**15], dtype=torch.int16)
+    chunk = encode_changes(span, lambda span: old.view(torch.uint8), lambda span: new.view(torch.uint8))
+    assert chunk is not None
+    body = np.concatenate(chunk.pieces)
+    found = re.search(r"are 0, 2 and 126:\n\n```\n([0-9a-f\s]+)```", PAGE.read_text())
+    assert found
+    assert body.tobytes().hex(" ", 1) == bytes.fromhex(found.group(1)).hex(" ", 1)
+    change = DecodedChunk(CHANGES, span, body).replace(lambda span: old.view(torch.uint8))
+    assert torch.equal(old, new)
+    assert change == chunk.sums
 
 
 def mix(value: int) -> int:

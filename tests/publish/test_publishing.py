@@ -218,6 +218,63 @@ def test_staging_goes_on_by_patches(tmp_path: Path) -> None:
         nudge(trained, step)
 
 
+def test_staging_reads_no_more_than_what_changes_once_it_was_verified(tmp_path: Path) -> None:
+    """The first update into the copy checks all of it; later ones follow the sums of the words that they write."""
+    trained, served = weights(), zeros(weights())
+    publisher, subscriber = gw.WeightPublisher(trained, tmp_path), gw.WeightSubscriber(served, tmp_path)
+    publisher.publish(0)
+    subscriber.update()
+    for step in (1, 2):
+        trained["layer.weight"].view(torch.int16)[0, step] += 1
+        publisher.publish(step)
+        if step == 2:
+            # What nobody may do: it is not looked at, so that the swapped weights would have it.
+            octets(subscriber.staged()["layer.weight"])[-1] ^= 1
+        assert subscriber.update(into="staging") == step
+        subscriber.swap()
+    octets(served["layer.weight"])[-1] ^= 1
+    assert same(trained, served)
+
+
+def test_a_staging_copy_of_changed_tensors_is_noticed(tmp_path: Path) -> None:
+    trained, served = weights(), zeros(weights())
+    publisher, subscriber = gw.WeightPublisher(trained, tmp_path), gw.WeightSubscriber(served, tmp_path)
+    publisher.publish(0)
+    subscriber.update()
+    served["layer.weight"][-1, -1] += 1
+    trained["layer.weight"][0, 0] += 1
+    publisher.publish(1)
+    with pytest.raises(gw.PayloadError, match=r"something else has changed the tensor 'layer.weight'"):
+        subscriber.update(into="staging")
+    assert subscriber.update(into="staging") == 1
+    subscriber.swap()
+    assert same(served, trained)
+
+
+def test_a_staged_patch_with_other_sums_is_not_handed_over(tmp_path: Path) -> None:
+    trained, served = weights(), zeros(weights())
+    publisher, subscriber = gw.WeightPublisher(trained, tmp_path), gw.WeightSubscriber(served, tmp_path)
+    for step in range(2):
+        publisher.publish(step)
+        subscriber.update(into="staging")
+        subscriber.swap()
+        trained["layer.weight"].view(torch.int16)[0] += 1
+    before = copies(served)
+    # A word that the patch changes is another one than the publisher's.
+    octets(subscriber.staged()["layer.weight"])[1] ^= 1
+    publisher.publish(2)
+    with pytest.raises(gw.PayloadError, match=r"patch from step 1 to step 2: the digest of 'layer.weight' differs"):
+        subscriber.update(into="staging")
+    assert subscriber.staged_step is None
+    with pytest.raises(gw.HyperparameterError, match="no staged weights"):
+        subscriber.swap()
+    assert same(served, before)
+    assert subscriber.update(into="staging") == 2
+    assert subscriber.applied[0].name.startswith("anchor")
+    subscriber.swap()
+    assert same(served, trained)
+
+
 @pytest.mark.parametrize("base", ["file", "sums"])
 def test_bases_without_a_copy_in_memory(base: str, tmp_path: Path) -> None:
     place = tmp_path / "published"
@@ -238,7 +295,7 @@ def test_bases_without_a_copy_in_memory(base: str, tmp_path: Path) -> None:
 
 
 def test_threads_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.publish.publisher.CHUNK_ELEMENTS", 1 << 17)
+    monkeypatch.setattr("gradwire.publish.encoder.CHUNK_ELEMENTS", 1 << 17)
     patches = []
     for threads in (1, 3):
         trained, served, folder = weights(), zeros(weights()), tmp_path / str(threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +126,38 @@ def test_weights_are_broadcast_in_a_process_group(three_ranks: Ranks) -> None:
     assert source == [(0, True), (1, False), (2, False), (3, True), (4, False)]
     assert first == [(0, True), (1, True), (None, False), (3, True), (4, True)]
     assert second == [(step, True) for step in range(5)]
+
+
+def test_a_manifest_in_a_store_is_replaced_at_once() -> None:
+    """One value under one key: a reader finds the old bytes or the new ones, and never waits for a key."""
+    store = dist.HashStore()
+    place = StorePlace(store)
+    place.write("manifest.json", [b"old"])
+    keys = store.num_keys()
+    place.write("manifest.json", [b"newer"])
+    assert store.num_keys() == keys == 1
+    assert place.read("manifest.json", 5).tobytes() == b"newer"
+    assert place.read_range("manifest.json", 1, 3).tobytes() == b"ew"
+
+
+def test_a_value_that_is_removed_while_it_is_read_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the check of a key and the reading, where a store waits for the key until its timeout."""
+
+    class Removing:
+        def __init__(self) -> None:
+            self.store = dist.HashStore()
+            self.store.set_timeout(timedelta(seconds=0.05))
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.store, name)
+
+        def get(self, key: str) -> bytes:
+            if key.endswith("/1"):
+                self.store.delete_key(key)
+            return self.store.get(key)
+
+    monkeypatch.setattr("gradwire.publish.stores.PIECE_BYTES", 10)
+    place = StorePlace(Removing())
+    place.write("x.gww", [bytes(range(25))])
+    with pytest.raises(FileNotFoundError):
+        place.read("x.gww", 25)

@@ -18,6 +18,7 @@ from gradwire.kernels.low_rank.operations import MatrixTable
 from gradwire.kernels.natural.operations import natural_bytes
 from gradwire.kernels.operations import Operations
 from gradwire.kernels.packing.layout import digit_layout, packed_bytes
+from gradwire.kernels.patches.formats import CHECK, WRITE, WRITE_CHECKED
 from gradwire.kernels.rotation.blocks import RotationTable
 from gradwire.kernels.signs.operations import RunTable
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
@@ -233,7 +234,7 @@ def _shifts(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
 
 def _patches(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     x, results, cursor = _case(size)[0], list[torch.Tensor](), torch.zeros(5, dtype=torch.int64)
-    old = x.to(torch.bfloat16).view(torch.uint8)[: 2 * NUMEL * size]
+    old = x.to(torch.bfloat16).view(torch.uint8)[: 2 * NUMEL * size & ~3]
     # Most elements keep their value, some move by one unit in the last place, and a few far.
     step = torch.zeros(len(old), dtype=torch.uint8)
     step[::94], step[7::1000] = 1, 255
@@ -241,17 +242,17 @@ def _patches(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     positions, symbols, extra = (
         torch.zeros(numel, dtype=torch.uint8) for numel in (len(old), len(old), 2 * len(old) + 64)
     )
-    for width, floating in ((2, True), (1, False)):
+    for width, floating in ((2, True), (4, True), (1, False)):
         rows = torch.zeros(-(-len(old) // (width * block)), 3, dtype=torch.int64)
         cursor.zero_()
         kernels.find_changes(old, new, width, floating, block, 5, rows, positions, symbols, extra, cursor)
         used = cursor.tolist()
         packed = [positions[: used[1]], symbols[: used[0]], extra[: -(-used[2] // 8)]]
         results += [cursor.clone(), rows, *(part.clone() for part in packed)]
-        for write in (False, True):
+        for mode in (CHECK, WRITE, WRITE_CHECKED):
             base = old.clone()
             cursor.zero_()
-            kernels.apply_changes(base, width, floating, block, 5, rows, packed[0], packed[1], packed[2], cursor, write)
+            kernels.apply_changes(base, width, floating, block, 5, rows, packed[0], packed[1], packed[2], cursor, mode)
             results += [base, cursor.clone()]
     return [*results, torch.tensor([kernels.word_sum(old, 5) >> 1, kernels.word_sum(new) >> 1])]
 

@@ -18,10 +18,10 @@ from gradwire.publish.layout import BLOCK_ELEMENTS, DIGEST_BYTES, MAX_LAYOUT_BYT
 
 Octets = npt.NDArray[np.uint8]
 
-MAGIC, VERSION = b"GWWP", 1
+MAGIC, VERSION = b"GWWP", 2
 ANCHOR, PATCH = 0, 1
-RAW, CHANGES = 0, 1
-"""Kinds of chunks: bytes as they are, and changes of the base."""
+RAW, CHANGES, LOSSY = 0, 1, 2
+"""Kinds of chunks: bytes as they are, changes of the base, and differences rounded by a method."""
 
 HEAD_BYTES, CHUNK_BYTES = 144, 40
 NO_STEP = -1
@@ -174,7 +174,7 @@ def read_head(data: Octets) -> PatchHead:
     )  # fmt: skip
     end = 0
     for number, (chunk, row) in enumerate(zip(head.chunks, rows)):
-        allowed = (RAW,) if anchored else (RAW, CHANGES)
+        allowed = (RAW,) if anchored else (RAW, CHANGES, LOSSY)
         if chunk.first < end or not chunk.blocks or any(row[3]) or chunk.kind not in allowed:
             raise PayloadError(f"{head.name}: chunk {number} is out of order, empty or of an unknown kind")
         if anchored and chunk.first != end:

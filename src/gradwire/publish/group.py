@@ -15,7 +15,7 @@ from gradwire.publish.container import Octets, view_of
 SOURCE = 0
 """Rank that publishes, in the group."""
 
-_PART_BYTES = 1 << 26
+_PART_BYTES, _MOST_FILES = 1 << 26, 1 << 10
 
 
 def is_group(where: object) -> bool:
@@ -38,32 +38,44 @@ class GroupChannel:
         self._group = group
         self._source = dist.get_global_rank(group, SOURCE)
 
+    @property
+    def is_source(self) -> bool:
+        """Whether this is the rank that publishes."""
+        return dist.get_rank(self._group) == SOURCE
+
     def wants_anchor(self, own: bool) -> bool:
         """Return whether any rank needs an anchor."""
         flag = torch.tensor([int(own)])
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
-    def send(self, pieces: Sequence[Octets | bytes]) -> None:
-        """Broadcast a file."""
-        whole = torch.from_numpy(np.concatenate([np.frombuffer(view_of(piece), np.uint8) for piece in pieces]))
-        dist.broadcast(torch.tensor([len(whole)]), self._source, group=self._group)
-        for begin in range(0, len(whole), _PART_BYTES):
-            dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
+    def send(self, files: Sequence[Sequence[Octets | bytes]]) -> None:
+        """Broadcast files, each in pieces."""
+        dist.broadcast(torch.tensor([len(files)]), self._source, group=self._group)
+        for pieces in files:
+            whole = torch.from_numpy(np.concatenate([np.frombuffer(view_of(piece), np.uint8) for piece in pieces]))
+            dist.broadcast(torch.tensor([len(whole)]), self._source, group=self._group)
+            for begin in range(0, len(whole), _PART_BYTES):
+                dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
 
-    def receive(self, most_bytes: int) -> Octets:
-        """Receive the file that rank 0 broadcasts.
+    def receive(self, most_bytes: int) -> list[Octets]:
+        """Receive the files that rank 0 broadcasts.
 
         Raises:
             PayloadError: it announces more than ``most_bytes``.
         """
+        files, left = list[Octets](), most_bytes
+        for _ in range(self._count("files", _MOST_FILES)):
+            whole = torch.empty(self._count("bytes", left), dtype=torch.uint8)
+            left -= len(whole)
+            for begin in range(0, len(whole), _PART_BYTES):
+                dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
+            files.append(whole.numpy())
+        return files
+
+    def _count(self, what: str, most: int) -> int:
         length = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(length, self._source, group=self._group)
-        size = int(length)
-        if not 0 <= size <= most_bytes:
-            raise PayloadError(f"rank {SOURCE} announces a file of {size} bytes, more than {most_bytes}")
-        whole = torch.empty(size, dtype=torch.uint8)
-        for begin in range(0, size, _PART_BYTES):
-            dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
-        found: Octets = whole.numpy()
-        return found
+        if not 0 <= int(length) <= most:
+            raise PayloadError(f"rank {SOURCE} announces {int(length)} {what}, more than {most}")
+        return int(length)

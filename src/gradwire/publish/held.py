@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.publish.codec import DecodedChunk, in_parallel, sums_of, total_sums
-from gradwire.publish.container import ANCHOR, Octets, PatchHead, anchor_layout, check_against, digest_of
+from gradwire.publish.container import ANCHOR, LOSSY, Octets, PatchHead, anchor_layout, check_against, digest_of
 from gradwire.publish.layout import Layout
+from gradwire.publish.lossy import LossyChunk
+from gradwire.publish.pieces import HeldPieces
 from gradwire.publish.weights import LiveTensors, Writable
+
+LOSSY_REMEDY = "build the subscriber with lossy=True to hold weights that are exact at anchors only"
 
 
 class HeldWeights:
     """Weights that follow a publisher's, and the run, the step and the sums of tensors that they have.
+
+    Args:
+        weights: The tensors.
+        selected: Numbers of the layout's tensors that are at hand; None: all.
+        lossy: Whether patches may round differences.
+        private: Nothing but this object writes to the tensors, and nothing reads them while it does, as with a staging
+            copy. Once they have been verified as a whole, patches are checked while they are written.
 
     Attributes:
         weights: The tensors.
@@ -21,8 +32,18 @@ class HeldWeights:
         sums: Sum of words of each tensor, if it is known.
     """
 
-    def __init__(self, weights: Writable) -> None:
+    def __init__(
+        self,
+        weights: Writable,
+        selected: frozenset[int] | None = None,
+        *,
+        lossy: bool = False,
+        private: bool = False,
+    ) -> None:
         self.weights = weights
+        self.lossy = lossy
+        self.selected = selected
+        self._private, self._verified = private, False
         self.run: bytes | None = None
         self.step: int | None = None
         self.sums: tuple[int, ...] | None = None
@@ -40,6 +61,7 @@ class HeldWeights:
 
     def forget(self) -> None:
         """Trust what is known no longer."""
+        self._verified = False
         self.run = self.step = self.sums = None
 
     def become(self, other: HeldWeights) -> None:
@@ -54,37 +76,71 @@ class HeldWeights:
     def apply(self, head: PatchHead, data: Octets, threads: int) -> None:
         """Check a file in full, then write it; :meth:`settle` ends one or more of these.
 
+        Patches of private weights are written while the sums of what they change are followed. If these differ from
+        the publisher's at the end, the weights are of no known step.
+
         Args:
             head: Head of the file.
             data: The file.
             threads: Threads that share the work.
 
         Raises:
-            PayloadError: the file is refused, and nothing has been written.
+            PayloadError: the file is refused, and nothing has been written unless the weights are private.
+            IncompatibleError: the file is for other tensors.
+        """
+        self.check(head, data, threads)()
+
+    def check(self, head: PatchHead, data: Octets, threads: int) -> Callable[[], None]:
+        """Check a file in full, and return the function that writes it.
+
+        If only some tensors are at hand, only their chunks of ``data`` are read; see :meth:`wanted`.
+
+        Raises:
+            PayloadError: the file is refused.
             IncompatibleError: the file is for other tensors.
         """
         layout = self._layout_for(head)
-        places = head.places()
+        places, numbers = head.places(), self.wanted(head, layout)
 
-        def decode(number: int) -> DecodedChunk:
+        def decode(number: int) -> DecodedChunk | LossyChunk:
             chunk, body = head.chunks[number], data[places[number]]
             if digest_of(body.data) != chunk.digest:
                 raise PayloadError(f"{head.name}: chunk {number} was damaged: its digest differs")
+            spans = layout.spans(chunk.first, chunk.blocks)
+            if chunk.kind == LOSSY and not self.lossy:
+                raise IncompatibleError(f"{head.name} rounds differences: {LOSSY_REMEDY}")
             try:
-                return DecodedChunk(chunk.kind, layout.spans(chunk.first, chunk.blocks), body)
+                if chunk.kind == LOSSY:
+                    return LossyChunk(spans, body, head.run, head.step)
+                return DecodedChunk(chunk.kind, spans, body)
             except PayloadError as error:
                 raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
 
-        kept = self._check(head, layout, decode, threads)
-        self.weights.open(layout, head.step)
-        # Until all is written, the weights are of no step.
-        self.forget()
+        if self._verified and head.kind != ANCHOR:
+            return lambda: self._replace(head, layout, decode, numbers, threads)
+        kept = self._check(head, layout, decode, numbers, threads)
 
-        def write(number: int) -> None:
-            (kept[number] or decode(number)).write(self.weights.target)
+        def write() -> None:
+            self.weights.open(layout, head.step)
+            # Until all is written, the weights are of no step.
+            self.forget()
 
-        in_parallel(write, range(len(head.chunks)), threads)
-        self.run, self.step, self.sums = head.run, head.step, head.sums
+            def write_chunk(place: int) -> None:
+                (kept[place] or decode(numbers[place])).write(self.weights.target)
+
+            in_parallel(write_chunk, range(len(numbers)), threads)
+            self.run, self.step, self.sums = head.run, head.step, head.sums
+            self._verified = self._private
+
+        return write
+
+    def wanted(self, head: PatchHead, layout: Layout) -> list[int]:
+        """Return the numbers of the chunks that change tensors at hand."""
+        if self.selected is None:
+            return list(range(len(head.chunks)))
+        rows = enumerate(head.chunks)
+        selected = self.selected
+        return [n for n, c in rows if any(span.tensor in selected for span in layout.spans(c.first, c.blocks))]
 
     def settle(self) -> None:
         """Make what was written the weights, unless writing was interrupted."""
@@ -98,7 +154,7 @@ class HeldWeights:
         own = self.layout
         if head.kind == ANCHOR:
             layout = anchor_layout(head)
-            if own is not None and own.digest != layout.digest and isinstance(self.weights, LiveTensors):
+            if own is not None and own.digest != layout.digest and isinstance(self.weights, LiveTensors | HeldPieces):
                 raise IncompatibleError(
                     f"{head.name}: the published weights have other tensors than these: "
                     f"{layout.difference(own, 'published', 'here')}"
@@ -124,13 +180,44 @@ class HeldWeights:
             raise PayloadError(f"{head.name} does not follow on these weights, which are of {at}: {reason}")
         return own
 
+    def _replace(
+        self,
+        head: PatchHead,
+        layout: Layout,
+        decode: Callable[[int], DecodedChunk | LossyChunk],
+        numbers: Sequence[int],
+        threads: int,
+    ) -> None:
+        """Write a patch to private weights, and compare the sums of all tensors; memory is passed through once."""
+        known = self.sums or ()
+        self.weights.open(layout, head.step)
+        self.forget()
+
+        def replace(number: int) -> tuple[Mapping[int, int], int]:
+            chunk = decode(number)
+            try:
+                change = chunk.replace(self.weights.target)
+                return change, chunk.changed
+            except PayloadError as error:
+                raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
+
+        results = in_parallel(replace, numbers, threads)
+        found = total_sums(known, [change for change, _ in results])
+        self._compare(head, layout, found, sum(changed for _, changed in results))
+        self.run, self.step, self.sums, self._verified = head.run, head.step, head.sums, True
+
     def _check(
-        self, head: PatchHead, layout: Layout, decode: Callable[[int], DecodedChunk], threads: int
-    ) -> list[DecodedChunk | None]:
-        """Decode everything, and compare the sums of all tensors; return the decoded chunks that are kept."""
+        self,
+        head: PatchHead,
+        layout: Layout,
+        decode: Callable[[int], DecodedChunk | LossyChunk],
+        numbers: Sequence[int],
+        threads: int,
+    ) -> list[DecodedChunk | LossyChunk | None]:
+        """Decode chunks, and compare the sums of all tensors at hand; return the decoded chunks that are kept."""
         read, whole = self.weights.read, head.kind == ANCHOR
 
-        def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], DecodedChunk | None, int]:
+        def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], DecodedChunk | LossyChunk | None, int]:
             chunk = decode(number)
             try:
                 before, change = ({}, chunk.sums()) if whole else chunk.check(read)
@@ -138,34 +225,39 @@ class HeldWeights:
                 raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
             return before, change, chunk if chunk.light else None, chunk.changed
 
-        results = in_parallel(check, range(len(head.chunks)), threads)
+        results = in_parallel(check, numbers, threads)
+        here = range(len(layout.entries)) if self.selected is None else sorted(self.selected)
         nothing = [0] * len(layout.entries)
         changes = total_sums(nothing, [change for _, change, _, _ in results])
         if whole:
             found = changes
         else:
-            left = sums_of(layout, read, threads, _left_out(head, layout))
+            left = sums_of(layout, read, threads, _left_out(head, layout, self.selected))
             base = total_sums(left, [before for before, *_ in results])
-            for number, (total, known) in enumerate(zip(base, self.sums or ())):
-                if total != known:
+            for number in here:
+                if base[number] != (self.sums or ())[number]:
                     self.forget()
                     raise PayloadError(
                         f"{head.name}: something else has changed the tensor {layout.entries[number].name!r} since the "
                         "last update, so that a patch cannot be written to it; the next update fetches an anchor"
                     )
             found = [(total + change) % 2**64 for total, change in zip(base, changes)]
-        for number, (total, expected) in enumerate(zip(found, head.sums)):
-            if total != expected:
+        self._compare(head, layout, found, sum(changed for *_, changed in results))
+        return [chunk for _, _, chunk, _ in results]
+
+    def _compare(self, head: PatchHead, layout: Layout, found: Sequence[int], changed: int) -> None:
+        """Refuse a file whose weights have other sums, or which changes more or fewer elements, than its head says."""
+        for number in range(len(layout.entries)) if self.selected is None else sorted(self.selected):
+            if found[number] != head.sums[number]:
                 raise PayloadError(
                     f"{head.name}: the digest of {layout.entries[number].name!r} differs from the publisher's"
                 )
-        if sum(changed for *_, changed in results) != head.changed:
+        if self.selected is None and changed != head.changed:
             raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")
-        return [chunk for _, _, chunk, _ in results]
 
 
-def _left_out(head: PatchHead, layout: Layout) -> list[tuple[int, int]]:
-    """Return runs of the blocks that no chunk of a patch changes."""
+def _left_out(head: PatchHead, layout: Layout, selected: frozenset[int] | None) -> list[tuple[int, int]]:
+    """Return runs of the blocks of tensors at hand that no chunk of a patch changes."""
     runs, at = [], 0
     for chunk in head.chunks:
         if chunk.first > at:
@@ -173,4 +265,8 @@ def _left_out(head: PatchHead, layout: Layout) -> list[tuple[int, int]]:
         at = chunk.first + chunk.blocks
     if at < layout.blocks:
         runs.append((at, layout.blocks - at))
-    return runs
+    if selected is None:
+        return runs
+    bounds = layout.first_block
+    held = [(max(first, bounds[t]), min(first + n, bounds[t + 1])) for first, n in runs for t in sorted(selected)]
+    return [(first, end - first) for first, end in held if first < end]

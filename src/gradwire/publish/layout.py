@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -175,22 +176,29 @@ class Layout:
     def spans(self, first: int, count: int) -> list[BlockSpan]:
         """Return the spans of the blocks ``first .. first + count``, in order."""
         found, end = [], first + count
-        for tensor, entry in enumerate(self.entries):
-            low, high = self.first_block[tensor], self.first_block[tensor + 1]
+        for tensor in range(bisect_right(self.first_block, first) - 1, len(self.entries)):
+            entry, low, high = self.entries[tensor], self.first_block[tensor], self.first_block[tensor + 1]
+            if low >= end:
+                break
             begin, stop = max(first, low) - low, min(end, high) - low
             if begin < stop:
                 last = min(stop * BLOCK_ELEMENTS, entry.elements)
                 found.append(BlockSpan(tensor, begin * BLOCK_ELEMENTS, last, entry.kind))
         return found
 
-    def chunks(self, most_elements: int) -> list[tuple[int, int]]:
-        """Cut all blocks into runs of at most ``most_elements`` elements; return the first block and number of each."""
+    def chunks(self, most_elements: int, breaks: Container[int] = ()) -> list[tuple[int, int]]:
+        """Cut all blocks into runs of at most ``most_elements`` elements; return the first block and number of each.
+
+        Args:
+            most_elements: Elements of a run at most.
+            breaks: Tensors with which a run begins.
+        """
         runs, first, held = list[tuple[int, int]](), 0, 0
         for tensor, entry in enumerate(self.entries):
             for block in range(entry.blocks):
                 size = min(BLOCK_ELEMENTS, entry.elements - block * BLOCK_ELEMENTS)
                 number = self.first_block[tensor] + block
-                if held and held + size > most_elements:
+                if held and (held + size > most_elements or (tensor in breaks and not block)):
                     runs.append((first, number - first))
                     first, held = number, 0
                 held += size

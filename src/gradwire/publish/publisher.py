@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError, PayloadError
-from gradwire.publish.bases import Run, SummedBase, open_base
-from gradwire.publish.codec import (
-    CHUNK_ELEMENTS,
-    EncodedChunk,
-    codec_kernels,
-    encode_changes,
-    encode_whole,
-    in_parallel,
-    sums_of,
-    total_sums,
-)
-from gradwire.publish.container import ANCHOR, NO_STEP, PATCH, ChunkRow, Octets, PatchHead, chunk_row
+from gradwire.exchange.method import Method
+from gradwire.publish.bases import open_base
+from gradwire.publish.boxes import Strips, TensorBox, TensorPiece, check_strips, covers
+from gradwire.publish.codec import codec_kernels
+from gradwire.publish.container import NO_STEP
+from gradwire.publish.encoder import File, StepEncoder
 from gradwire.publish.group import GroupChannel, is_group
-from gradwire.publish.manifest import MANIFEST, Manifest, PublishedFile, kept, read_manifest
+from gradwire.publish.layout import Layout
+from gradwire.publish.lossy import LossyPatches, lossy_spec
+from gradwire.publish.manifest import MANIFEST, Manifest, PublishedFile, read_manifest, remove_unlisted
+from gradwire.publish.part_ranks import Alone, GroupRanks, PartRanks, any_of, together
+from gradwire.publish.shards import CutTensors, is_shard, own_pieces
 from gradwire.publish.stores import Place, open_place
-from gradwire.publish.weights import Readable, Weights, readable
+from gradwire.publish.weights import Readable, Weights, named_tensors, readable
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What :meth:`WeightPublisher.publish` has published.
+    """What :meth:`WeightPublisher.publish` has published; of sharded weights, by all ranks.
 
     Attributes:
         step: Step of the weights.
@@ -55,9 +55,6 @@ class Publication:
     write_s: float
 
 
-File = tuple[PublishedFile, list[Octets | bytes]]
-
-
 class WeightPublisher:
     """Publishes weights, so that readers follow them bit by bit.
 
@@ -66,21 +63,34 @@ class WeightPublisher:
     or have missed a patch. A manifest, which is replaced last, names all files, so that a reader sees a step whole or
     not at all, whenever this process ends.
 
+    Tensors that are sharded (DTensors, as FSDP2 and tensor parallelism make them) are published by the ranks that hold
+    them, each its own shards: all ranks of ``group`` build a publisher, and call :meth:`publish` for each step. No
+    tensor is gathered, and the step is there for readers when all parts of it are.
+
     Args:
         tensors: A module (its parameters, and the buffers that a checkpoint has), named tensors, or a safetensors file
-            or folder.
-        where: A folder, a URL that fsspec knows, a store of torch.distributed, or a process group, whose rank
-            ``source`` publishes (see :class:`WeightSubscriber`).
+            or folder, or a folder of torch.distributed.checkpoint.
+        where: A folder, a URL that fsspec knows, a store of torch.distributed, or a process group, whose rank 0
+            publishes (see :class:`WeightSubscriber`).
         anchor_every: Steps published from one anchor to the next.
         keep_anchors: Anchors to keep. Files before the oldest of them are removed.
         base: How the weights of the step before are remembered: "memory", a copy of them; a path, a copy in that file,
             which is mapped into memory; "sums", 8 bytes for each block of 2^17 elements, where blocks that
             changed are sent whole. Choose "sums" where the memory for a copy is missing and changes are few and
-            close together: changes that are spread over all blocks make each patch as long as an anchor.
+            close together: changes that are spread over all blocks make each patch as long as an anchor. Ranks that
+            publish sharded tensors need files of their own.
         dtype: Publish floating-point tensors rounded to this type, such as torch.bfloat16 of float32 masters; None: as
             they are.
         resume: Go on with the run that is in the place if its latest weights are those of ``tensors``, so that readers
             need no anchor after this process has been restarted from a checkpoint of the published step.
+        strips: How readers divide tensors: for patterns of names the dimension, and the number of strips, such as
+            ``{"*.down_proj.weight": (1, 8), "*": (0, 8)}`` for up to eight tensor-parallel readers. Readers that hold
+            shards then fetch theirs alone. The first pattern that fits counts. None: tensors are not cut further.
+        lossy: A method by which differences are rounded, such as "EDEN(bits=4)" or "TopK(density=0.01)": an operator on
+            one vector. Patches are then shorter and not exact. What one leaves out is part of the next difference, and
+            each ``anchor_every``-th patch is exact. Readers ask for it by their own ``lossy=True``. None: all patches
+            are exact.
+        group: The ranks that publish sharded tensors, on a backend that serves CPU tensors; None: all.
         threads: Threads that share the work; None: as many as PyTorch uses.
 
     Raises:
@@ -107,27 +117,49 @@ class WeightPublisher:
         base: str | os.PathLike[str] = "memory",
         dtype: torch.dtype | None = None,
         resume: bool = False,
+        strips: Strips | None = None,
+        lossy: str | Method | None = None,
+        group: Any = None,
         threads: int | None = None,
     ) -> None:
         for name, number in (("anchor_every", anchor_every), ("keep_anchors", keep_anchors), ("threads", threads)):
             if number is not None and number < 1:
                 raise HyperparameterError(f"{name}={number}: it is at least 1")
-        self._tensors, self._dtype = tensors, dtype
-        weights = readable(tensors, dtype)
-        self._layout = weights.layout
+        check_strips(strips or {})
+        if not isinstance(tensors, str | os.PathLike | torch.nn.Module):
+            tensors = dict(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        self._tensors, self._dtype, self._strips = tensors, dtype, strips or {}
+        self._shared = _is_sharded(tensors)
+        self._cut = self._shared or strips is not None or group is not None
+        self._ranks: PartRanks = GroupRanks(group) if self._shared or group is not None else Alone()
         self._channel = GroupChannel(where) if is_group(where) else None
+        if self._channel and self._cut:
+            raise IncompatibleError("a process group takes whole tensors: publish pieces to a folder, a URL or a store")
         self._place = None if self._channel else open_place(where)
         self._anchor_every, self._keep_anchors = anchor_every, keep_anchors
-        self._threads = threads or torch.get_num_threads()
-        self._run = secrets.token_bytes(16)
-        self._base = open_base(base, self._layout)
-        self._runs = self._layout.chunks(CHUNK_ELEMENTS)
+        with together(self._ranks, "read its tensors"):
+            weights = self._readable(tensors)
+            layout = None if weights is None else weights.layout
+        spec = "" if lossy is None else lossy_spec(lossy)
+        rounding = LossyPatches(spec) if spec else None
+        if rounding is not None and base == "sums":
+            raise HyperparameterError('base="sums" has no copy of what readers hold, which lossy= compares with')
+        run = self._ranks.gather(secrets.token_bytes(16))[0]
+        parts, part = _parts_of(self._ranks, layout, self._cut)
+        self._encoder: StepEncoder | None = None
+        with together(self._ranks, "open its base"):
+            if layout is not None:
+                threads = threads or torch.get_num_threads()
+                self._encoder = StepEncoder(layout, open_base(base, layout), run, threads, part, rounding)
+        sizes = [0, 0] if layout is None else [layout.nbytes, layout.elements]
+        told = [json.loads(row) for row in self._ranks.gather(json.dumps(sizes).encode())]
+        nbytes, self._elements = (sum(numbers) for numbers in zip(*told))
+        self._manifest = Manifest(run.hex(), parts, nbytes, (), self._cut, spec)
         self._step, self._since_anchor = NO_STEP, 0
-        self._sums: list[int] = []
         # Whether the base and the sums are those of the latest step.
         self._chained = False
-        self._files: tuple[PublishedFile, ...] = ()
-        self._unsent: list[File] = []
+        # Files that no manifest names yet, and whether they are written.
+        self._pending: list[tuple[File, bool]] = []
         self._claimed = False
         codec_kernels()
         if resume and self._place is not None:
@@ -136,7 +168,7 @@ class WeightPublisher:
     @property
     def run(self) -> str:
         """Identity of this publisher's run, in hexadecimal digits."""
-        return self._run.hex()
+        return self._manifest.run
 
     @property
     def step(self) -> int:
@@ -144,7 +176,7 @@ class WeightPublisher:
         return self._step
 
     def publish(self, step: int, tensors: Weights | None = None) -> Publication:
-        """Publish the weights as they are now.
+        """Publish the weights as they are now; of sharded weights, each rank its own.
 
         If a patch cannot be written, the error is raised, and the next call writes it before its own. If more bytes
         are waiting than the weights have, they are dropped, and the next call writes an anchor instead.
@@ -157,151 +189,152 @@ class WeightPublisher:
         Raises:
             HyperparameterError: ``step`` does not ascend.
             IncompatibleError: the tensors have another layout.
-            ExchangeError: another publisher has taken over the place.
+            ExchangeError: another publisher has taken over the place, or another rank could not publish its part.
         """
         if not self._step < step < 2**63:
             raise HyperparameterError(f"step {step} follows step {self._step}: steps ascend from 0")
-        # Anew, since a module may have other tensors by now.
-        weights = readable(self._tensors if tensors is None else tensors, self._dtype)
-        if weights.layout.digest != self._layout.digest:
-            raise IncompatibleError(
-                f"the tensors differ from the first ones: {weights.layout.difference(self._layout)}; "
-                "publish another model by a publisher of its own"
-            )
+        with together(self._ranks, "read its tensors"):
+            # Anew, since a module may have other tensors by now.
+            weights = self._readable(self._tensors if tensors is None else tensors)
+            self._check_layout(weights)
         began = time.perf_counter()
-        whole = self._channel.wants_anchor(not self._chained) if self._channel else False
-        if sum(file.nbytes for file, _ in self._unsent) > self._layout.nbytes:
-            self._chained = False
-        patch, anchor, changed = self._encode(step, weights, whole)
+        chained, due = self._agree(step)
+        self._chained = False
+        self._since_anchor += 1
+        exact = due or self._since_anchor >= self._anchor_every
+        with together(self._ranks, f"encode its part of step {step}"):
+            patch, anchor, changed = self._encode(step, weights, chained, due, exact)
         encoded = time.perf_counter()
-        # If an anchor alone cannot be sent, no patch may follow it.
-        self._chained = patch is not None and not self._channel
-        file = anchor or patch
-        if self._channel is None:
-            self._send(anchor)
-        elif file is not None:
-            self._channel.send(file[1])
+        if self._channel is not None:
+            file = anchor or patch
+            if file is not None:
+                self._channel.send([file[1]])
+            totals = [patch[0].nbytes if patch else 0, anchor[0].nbytes if anchor else 0, changed]
+        else:
+            # If anchors alone cannot be sent, no patch may follow them.
+            self._chained = chained
+            totals = self._send(step, patch, anchor, changed)
         self._chained = True
-        self._since_anchor = 0 if anchor else self._since_anchor
+        self._since_anchor = 0 if exact else self._since_anchor
         written = time.perf_counter()
         return Publication(
-            step, patch[0].nbytes if patch else 0, anchor[0].nbytes if anchor else 0, self._layout.nbytes,
-            self._layout.elements, changed, encoded - began, written - encoded,
+            step, totals[0], totals[1], self._manifest.nbytes, self._elements, totals[2], encoded - began,
+            written - encoded,
         )  # fmt: skip
 
-    def _resume(self, place: Place, weights: Readable) -> None:
+    def _readable(self, tensors: Weights) -> Readable | None:
+        """Return what this rank publishes; None if that is nothing."""
+        if not self._cut:
+            return readable(tensors, self._dtype)
+        if isinstance(tensors, str | os.PathLike):
+            return None if self._ranks.rank else CutTensors(readable(tensors, self._dtype), self._strips)
+        return own_pieces(tensors, self._strips, self._ranks.rank, self._dtype)
+
+    def _check_layout(self, weights: Readable | None) -> None:
+        """Refuse tensors of another layout than the first ones."""
+        before = self._encoder.layout if self._encoder else Layout([])
+        now = weights.layout if weights is not None else Layout([])
+        if now.digest != before.digest:
+            raise IncompatibleError(
+                f"the tensors differ from the first ones: {now.difference(before)}; "
+                "publish another model by a publisher of its own"
+            )
+
+    def _agree(self, step: int) -> tuple[bool, bool]:
+        """Return whether all ranks have a base to start a patch from, and whether an anchor is due."""
+        if self._channel is not None:
+            whole = self._channel.wants_anchor(not self._chained)
+            return self._chained, whole or not self._chained
+        waiting = sum(file.nbytes for (file, _), written in self._pending if not written)
+        chained = self._chained and (self._encoder is None or waiting <= self._encoder.layout.nbytes)
+        told = [json.loads(row) for row in self._ranks.gather(json.dumps([step, chained]).encode())]
+        if {row[0] for row in told} != {step}:
+            raise ExchangeError(f"ranks publish different steps: {[row[0] for row in told]}")
+        chained = all(row[1] for row in told)
+        return chained, not chained or self._since_anchor + 1 >= self._anchor_every
+
+    def _resume(self, place: Place, weights: Readable | None) -> None:
         """Go on with the run in the place, if its latest weights are these."""
-        manifest = None
-        with contextlib.suppress(PayloadError):
-            manifest = read_manifest(place)
-        if manifest is None or manifest.layout != self._layout.digest.hex() or not manifest.files:
+        data = b""
+        if self._ranks.rank == 0:
+            with contextlib.suppress(PayloadError):
+                manifest = read_manifest(place)
+                data = b"" if manifest is None else manifest.pack()
+        data = self._ranks.gather(data)[0]
+        if not data:
             return
-        self._fill(weights)
-        sums = sums_of(self._layout, weights.read, self._threads)
-        if self._layout.state(sums).hex() == manifest.files[-1].state:
-            self._run, self._files, self._sums = bytes.fromhex(manifest.run), manifest.files, list(sums)
-            self._step, self._chained, self._claimed = manifest.step, True, True
-            behind = next((i for i, file in enumerate(reversed(manifest.files)) if file.kind == "anchor"), 0)
-            self._since_anchor = behind
+        manifest = Manifest.parse(data)
+        if (
+            manifest.parts != self._manifest.parts
+            or manifest.sharded != self._cut
+            or not manifest.files
+            or manifest.lossy != self._manifest.lossy
+        ):
+            return
+        same = True
+        if self._encoder is not None and weights is not None:
+            digests = {file.part: file.state for file in manifest.stages[-1].files}
+            same = self._encoder.resume(weights) == digests[self._encoder.part or 0]
+        if any_of(self._ranks, not same):
+            return
+        if self._encoder is not None:
+            self._encoder.run = bytes.fromhex(manifest.run)
+        self._manifest, self._step, self._chained, self._claimed = manifest, manifest.step, True, True
+        stages = reversed(manifest.stages)
+        self._since_anchor = next((i for i, stage in enumerate(stages) if stage.kind == "anchor"), 0)
 
-    def _encode(self, step: int, weights: Readable, whole: bool) -> tuple[File | None, File | None, int]:
+    def _encode(
+        self, step: int, weights: Readable | None, chained: bool, due: bool, exact: bool
+    ) -> tuple[File | None, File | None, int]:
         """Return the patch and the anchor of a step, if it has them, and the number of changed elements."""
-        chained, base_step, self._chained, self._step = self._chained, self._step, False, step
-        patch, changed = None, self._layout.elements
+        base_step, self._step = self._step, step
+        if not chained:
+            self._pending.clear()
+        encoder = self._encoder
+        if encoder is None or weights is None:
+            return None, None, 0
+        patch, changed = None, encoder.layout.elements
         if chained:
-            patch, changed = self._patch(step, base_step, weights)
+            patch, changed = encoder.patch(step, base_step, weights, exact=exact)
             if not self._channel:
-                self._unsent.append(patch)
+                self._pending.append((patch, False))
         else:
-            self._unsent.clear()
-            self._fill(weights)
-        self._since_anchor += 1
-        due = not chained or whole or (self._since_anchor >= self._anchor_every and not self._channel)
-        anchor = self._anchor(step, weights) if due else None
-        self._chained = True
-        return patch, anchor, changed
+            encoder.fill(weights)
+        return patch, encoder.anchor(step, weights.read) if due else None, changed
 
-    def _patch(self, step: int, base_step: int, weights: Readable) -> tuple[File, int]:
-        """Encode what differs from the base, and make the weights the base."""
-        layout, base = self._layout, self._base
+    def _send(self, step: int, patch: File | None, anchor: File | None, changed: int) -> list[int]:
+        """Write what was not written yet, then the manifest; remove what it names no longer.
 
-        def encode(run: Run) -> list[tuple[Run, EncodedChunk]]:
-            if isinstance(base, SummedBase):
-                return base.changed(run, weights)
-            chunk = encode_changes(layout.spans(*run), base.read, weights.read, advance=True)
-            return [] if chunk is None else [(run, chunk)]
-
-        found = [item for items in in_parallel(encode, self._runs, self._threads) for item in items]
-        before = layout.state(self._sums)
-        self._sums = total_sums(self._sums, [chunk.sums for _, chunk in found])
-        return self._file(PATCH, step, base_step, before, found), sum(chunk.changed for _, chunk in found)
-
-    def _fill(self, weights: Readable) -> None:
-        """Make the weights the base."""
-        base = self._base
-
-        def fill(run: Run) -> None:
-            if isinstance(base, SummedBase):
-                base.fill(run, weights)
-            else:
-                base.fill(self._layout.spans(*run), weights)
-
-        in_parallel(fill, self._runs, self._threads)
-
-    def _anchor(self, step: int, weights: Readable) -> File:
-        """Encode the base, or the weights where there is no copy of them; pieces are their memory."""
-        read = weights.read if isinstance(self._base, SummedBase) else self._base.read
-
-        def encode(run: Run) -> tuple[Run, EncodedChunk]:
-            return run, encode_whole(self._layout.spans(*run), read)
-
-        found = in_parallel(encode, self._runs, self._threads)
-        self._sums = total_sums([0] * len(self._layout.entries), [chunk.sums for _, chunk in found])
-        return self._file(ANCHOR, step, NO_STEP, bytes(16), found)
-
-    def _file(
-        self, kind: int, step: int, base_step: int, base_state: bytes, found: Sequence[tuple[Run, EncodedChunk]]
-    ) -> File:
-        layout = self._layout
-
-        def describe(item: tuple[Run, EncodedChunk]) -> ChunkRow:
-            return chunk_row(*item[0], item[1].kind, item[1].pieces)
-
-        head, first = PatchHead(
-            kind, self._run, step, base_step, layout.digest, base_state, layout.state(self._sums),
-            sum(chunk.announced for _, chunk in found), tuple(self._sums),
-            tuple(in_parallel(describe, found, self._threads)), layout.table if kind == ANCHOR else b"",
-        ).pack()  # fmt: skip
-        return PublishedFile.of(head), [first, *(piece for _, chunk in found for piece in chunk.pieces)]
-
-    def _send(self, anchor: File | None) -> None:
-        """Write what was not written yet, then the manifest; remove what it names no longer."""
-        place = self._place
+        Returns:
+            Over all ranks, the bytes of the patch, those of the anchor, and the changed elements.
+        """
+        place, ranks = self._place, self._ranks
         if place is None:
-            return
-        if self._claimed:
-            self._check_owner(place)
-        files = self._files
-        while self._unsent:
-            file, pieces = self._unsent[0]
-            place.write(file.name, pieces)
-            self._files = files = (*files, file)
-            self._unsent.pop(0)
-        if anchor is not None:
-            place.write(anchor[0].name, anchor[1])
-            files = (*files, anchor[0])
-        left = kept(files, self._keep_anchors)
-        manifest = Manifest(self._run.hex(), self._layout.digest.hex(), self._layout.nbytes, left)
-        place.write(MANIFEST, [manifest.pack()])
-        self._files, self._claimed = left, True
-        # Files of earlier runs, and those that a killed publisher's manifest never named, go as well.
-        listed = {file.name for file in left}
-        stale = {file.name for file in files} | {
-            name for name in place.names() if name.endswith((".gww", ".gww.partial"))
-        }
-        for name in sorted(stale - listed):
-            with contextlib.suppress(OSError):
-                place.remove(name)
+            return [0, 0, 0]
+        with together(ranks, f"write its part of step {step}"):
+            if self._claimed and ranks.rank == 0:
+                self._check_owner(place)
+            for number, ((file, pieces), written) in enumerate(self._pending):
+                if not written:
+                    place.write(file.name, pieces)
+                    self._pending[number] = (file, []), True
+            if anchor is not None:
+                place.write(anchor[0].name, anchor[1])
+        files = [file for (file, _), _ in self._pending] + ([anchor[0]] if anchor else [])
+        sizes = [patch[0].nbytes if patch else 0, anchor[0].nbytes if anchor else 0, changed]
+        told = json.dumps({"files": [asdict(file) for file in files], "sizes": sizes}).encode()
+        rows = [json.loads(row) for row in ranks.gather(told)]
+        added = [PublishedFile(**file) for row in rows for file in row["files"]]
+        added.sort(key=lambda file: (file.step, file.kind == "anchor", file.part))
+        whole = self._manifest.plus(added)
+        manifest = whole.kept(self._keep_anchors)
+        with together(ranks, "replace the manifest"):
+            if ranks.rank == 0:
+                place.write(MANIFEST, [manifest.pack()])
+                remove_unlisted(place, manifest, {file.name for file in whole.files})
+        self._manifest, self._claimed = manifest, True
+        self._pending.clear()
+        return [sum(numbers) for numbers in zip(*(row["sizes"] for row in rows))]
 
     def _check_owner(self, place: Place) -> None:
         """Refuse to write where another publisher has begun."""
@@ -311,3 +344,37 @@ class WeightPublisher:
                 f"run {manifest.run[:8]} has taken over {place}, where run {self.run[:8]} published: give each "
                 "publisher a place of its own, or end one of them"
             )
+
+
+def _parts_of(ranks: PartRanks, layout: Layout | None, cut: bool) -> tuple[tuple[str, ...], int | None]:
+    """Return the digests of all parts' layouts, and the number of this rank's part.
+
+    Raises:
+        IncompatibleError: the pieces of all ranks are not all tensors, each element once.
+    """
+    rows = [] if layout is None else [[entry.name, entry.kind.name] for entry in layout.entries]
+    own = json.dumps([layout.digest.hex() if layout else "", rows if cut else []]).encode()
+    told = [json.loads(row) for row in ranks.gather(own)]
+    parts = tuple(digest for digest, _ in told if digest)
+    if not parts:
+        raise IncompatibleError("there are no tensors: pass a module, named tensors, or a safetensors file or folder")
+    boxes: dict[str, list[TensorBox]] = {}
+    kinds: dict[str, set[object]] = {}
+    for label, kind in (row for _, rows in told for row in rows):
+        piece = TensorPiece.parse(label)
+        boxes.setdefault(piece.name, []).append(piece.box)
+        kinds.setdefault(piece.name, set()).add((kind, piece.box.whole))
+    for name, found in boxes.items():
+        if len(kinds[name]) > 1 or not covers(TensorBox.of_all(found[0].whole), found):
+            raise IncompatibleError(
+                f"the shards of {name!r} that all ranks hold are not the whole tensor, each element once: "
+                f"{', '.join(map(str, found[:8]))}; group= names the ranks that publish"
+            )
+    before = sum(1 for digest, _ in told[: ranks.rank] if digest)
+    return parts, before if cut and layout is not None else None
+
+
+def _is_sharded(tensors: Weights) -> bool:
+    if isinstance(tensors, str | os.PathLike):
+        return False
+    return any(is_shard(tensor) for tensor in named_tensors(tensors, sharded=True).values())

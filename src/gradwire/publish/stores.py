@@ -17,11 +17,17 @@ from gradwire.publish.container import Octets, view_of
 from gradwire.publish.safetensor_files import sync
 
 PIECE_BYTES = 1 << 22
-"""Bytes of a value in a store of torch.distributed at most."""
+"""Bytes of a value in a store of torch.distributed at most, beside its head."""
+
+_INLINE, _STORE_HEAD = b"--------", 16
 
 
 class Place(Protocol):
-    """A place that keeps files by name. A file is whole or not there, and is not changed but by replacing it."""
+    """A place that keeps files by name. A file is whole or not there, and is not changed but by replacing it.
+
+    A place may have a method ``read_range(name, begin, end)``, which returns some bytes of a file. Readers that hold
+    shards then read no more than they need; without it they read files whole.
+    """
 
     def write(self, name: str, pieces: Sequence[Octets | bytes]) -> None:
         """Write a file that consists of pieces, or replace it."""
@@ -137,6 +143,10 @@ class UrlPlace:
                 got += len(part)
         return out[:got]
 
+    def read_range(self, name: str, begin: int, end: int) -> Octets:
+        """Return the bytes ``begin .. end`` of a file, or fewer if it ends before."""
+        return np.frombuffer(self._system.cat_file(self._path(name), start=begin, end=end), np.uint8)
+
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._system.rm_file(self._path(name))
@@ -151,7 +161,8 @@ class UrlPlace:
 class StorePlace:
     """A key-value store of torch.distributed: a TCPStore, FileStore, HashStore or PrefixStore.
 
-    A file is cut into values of 4 MiB under keys of their own; a last key, which names them, makes it visible.
+    A file of up to 4 MiB, such as a manifest, is one value, which is replaced at once. A longer one is cut into values
+    of 4 MiB under keys of their own; a last key, which names them, makes it visible.
     """
 
     def __init__(self, store: Any, prefix: str = "gradwire-weights") -> None:
@@ -166,44 +177,77 @@ class StorePlace:
     def write(self, name: str, pieces: Sequence[Octets | bytes]) -> None:
         before = self._head(name)
         whole = b"".join(bytes(view_of(piece)) for piece in pieces)
-        mark = secrets.token_hex(4)
-        for number, begin in enumerate(range(0, len(whole), PIECE_BYTES)):
-            self._store.set(self._key(name, mark, number), whole[begin : begin + PIECE_BYTES])
-        self._store.set(self._key(name), struct.pack("<Q", len(whole)) + mark.encode())
+        if len(whole) <= PIECE_BYTES:
+            self._store.set(self._key(name), struct.pack("<Q", len(whole)) + _INLINE + whole)
+        else:
+            mark = secrets.token_hex(4)
+            for number, begin in enumerate(range(0, len(whole), PIECE_BYTES)):
+                self._store.set(self._key(name, mark, number), whole[begin : begin + PIECE_BYTES])
+            self._store.set(self._key(name), struct.pack("<Q", len(whole)) + mark.encode())
         self._drop(name, before)
 
-    def _head(self, name: str) -> tuple[int, str] | None:
-        if not self._store.check([self._key(name)]):
+    def _get(self, key: str) -> bytes | None:
+        """Return a value; None if there is none."""
+        if not self._store.check([key]):
             return None
-        value = self._store.get(self._key(name))
-        if len(value) != 16:
-            # What is removed stays as an empty value where a store cannot delete keys.
+        try:
+            return bytes(self._store.get(key))
+        except RuntimeError:
+            # Between the two calls it may have been removed: the store then waits for it until its timeout.
+            if self._store.check([key]):
+                raise
             return None
-        return struct.unpack("<Q", value[:8])[0], value[8:].decode("ascii", "replace")
 
-    def _drop(self, name: str, head: tuple[int, str] | None) -> None:
-        if head is not None:
-            size, mark = head
-            for number in range(-(-size // PIECE_BYTES)):
-                self._store.delete_key(self._key(name, mark, number))
+    def _head(self, name: str) -> bytes | None:
+        """Return the size of a file, the mark of its keys, and a short file's bytes."""
+        value = self._get(self._key(name))
+        # What is removed stays as an empty value where a store cannot delete keys.
+        return None if value is None or len(value) < _STORE_HEAD else value
+
+    def _drop(self, name: str, head: bytes | None) -> None:
+        """Remove the values of a file that was removed or replaced."""
+        if head is not None and head[8:_STORE_HEAD] != _INLINE:
+            for number in range(-(-struct.unpack_from("<Q", head)[0] // PIECE_BYTES)):
+                self._store.delete_key(self._key(name, head[8:].decode("ascii", "replace"), number))
 
     def read(self, name: str, most_bytes: int) -> Octets:
+        head = self._found(name)
+        size = struct.unpack_from("<Q", head)[0]
+        _check_size(f"{name} in the store", size, most_bytes)
+        return self._part(name, head, 0, size)
+
+    def read_range(self, name: str, begin: int, end: int) -> Octets:
+        """Return the bytes ``begin .. end`` of a file, or fewer if it ends before."""
+        head = self._found(name)
+        return self._part(name, head, begin, min(end, struct.unpack_from("<Q", head)[0]))
+
+    def _found(self, name: str) -> bytes:
         head = self._head(name)
         if head is None:
             raise FileNotFoundError(f"the store has no {name}")
-        size, mark = head
-        _check_size(f"{name} in the store", size, most_bytes)
-        out, at = np.empty(size, np.uint8), 0
-        for number in range(-(-size // PIECE_BYTES)):
-            key = self._key(name, mark, number)
-            if not self._store.check([key]):
+        return head
+
+    def _part(self, name: str, head: bytes, begin: int, end: int) -> Octets:
+        """Return bytes of a file."""
+        size = struct.unpack_from("<Q", head)[0]
+        if head[8:_STORE_HEAD] == _INLINE:
+            whole = np.frombuffer(bytearray(head[_STORE_HEAD:]), np.uint8)
+            if len(whole) != size:
+                raise PayloadError(f"{name} in the store has {len(whole)} bytes: it was damaged")
+            return whole[begin:end]
+        first, last = begin // PIECE_BYTES, -(-end // PIECE_BYTES)
+        low, high = first * PIECE_BYTES, min(last * PIECE_BYTES, size)
+        out, at = np.empty(max(0, high - low), np.uint8), 0
+        for number in range(first, last):
+            key = self._key(name, head[8:].decode("ascii", "replace"), number)
+            value = self._get(key)
+            if value is None:
                 raise FileNotFoundError(f"the store has no {key}")
-            part = np.frombuffer(self._store.get(key), np.uint8)
-            if len(part) != min(PIECE_BYTES, size - at):
-                raise PayloadError(f"{key} in the store has {len(part)} bytes: it was damaged")
-            out[at : at + len(part)] = part
-            at += len(part)
-        return out
+            if len(value) != min(PIECE_BYTES, high - low - at):
+                raise PayloadError(f"{key} in the store has {len(value)} bytes: it was damaged")
+            out[at : at + len(value)] = np.frombuffer(value, np.uint8)
+            at += len(value)
+        return out[begin - low : end - low]
 
     def remove(self, name: str) -> None:
         head = self._head(name)

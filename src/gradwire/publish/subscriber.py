@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,12 +13,15 @@ import torch
 from gradwire.errors import HyperparameterError, IncompatibleError, PayloadError
 from gradwire.publish.codec import codec_kernels
 from gradwire.publish.container import ANCHOR, Octets, anchor_layout, read_head
+from gradwire.publish.fetch import fetch, fetch_head
+from gradwire.publish.following import Following
 from gradwire.publish.group import GroupChannel, is_group
-from gradwire.publish.held import HeldWeights
 from gradwire.publish.layout import MAX_LAYOUT_BYTES, Layout
-from gradwire.publish.manifest import Manifest, PublishedFile, read_manifest
-from gradwire.publish.stores import open_place
-from gradwire.publish.weights import LiveTensors, Weights, writable
+from gradwire.publish.manifest import Manifest, PublishedFile, StepFiles, read_manifest
+from gradwire.publish.relay import open_relay
+from gradwire.publish.shards import check_slices, local_tensors
+from gradwire.publish.stores import Place, open_place
+from gradwire.publish.weights import FollowingFile, LiveTensors, Weights
 
 STAGING = "staging"
 _ATTEMPTS = 3
@@ -31,7 +35,7 @@ class AppliedFile:
     Attributes:
         name: Description of the file.
         step: Step of the weights.
-        nbytes: Bytes of the file.
+        nbytes: Bytes of the file that were fetched.
         changed: Elements that it changed.
         fetch_s: Seconds spent fetching it.
         apply_s: Seconds spent checking and writing it.
@@ -53,11 +57,22 @@ class WeightSubscriber:
     digests of every tensor and of the whole are compared *before* anything is written. What is damaged, truncated, of
     another run, out of order or repeated is refused by name, and the tensors stay as they are.
 
+    Tensors may be shards: DTensors, or tensors of which ``slices`` says what they are. Then no more than their own
+    pieces of the published tensors are fetched, as far as the publisher has cut them so (its ``strips``), whatever
+    sharding the publisher has.
+
     Args:
         tensors: The tensors to write to: a module, named tensors, or a safetensors file or folder. A file need not be
             there yet; each update replaces it at once.
         where: What the publisher was given. Of a process group, each :meth:`update` of all other ranks meets a
             ``publish`` of rank 0.
+        slices: For tensors that are parts of published ones, by name: a range of indices for each dimension, or for
+            the first ones, such as ``{"down_proj.weight": (slice(None), slice(0, 512))}``.
+        lossy: Follow a publisher that rounds differences (its ``lossy``), too. What is verified is then that the
+            tensors are what the publisher knows its readers to hold.
+        relay: A folder, a URL, a store or a process group to serve in turn with what was fetched and checked: readers
+            there follow it as they would the publisher, in a chain or a tree. Of a process group, this is rank 0, and
+            each of its updates meets one of every other rank.
         run: Follow this run of a publisher only; None: follow a publisher that has been restarted, too.
         threads: Threads that share the work; None: as many as PyTorch uses.
 
@@ -78,16 +93,34 @@ class WeightSubscriber:
         ([None, 1, 2], [1.0, 1.0, 1.0])
     """
 
-    def __init__(self, tensors: Weights, where: object, *, run: str | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Weights,
+        where: object,
+        *,
+        slices: Mapping[str, Sequence[slice]] | None = None,
+        lossy: bool = False,
+        relay: object = None,
+        run: str | None = None,
+        threads: int | None = None,
+    ) -> None:
         if threads is not None and threads < 1:
             raise HyperparameterError(f"threads={threads}: it is at least 1")
-        self._live = writable(tensors)
+        slices = slices or {}
+        if isinstance(tensors, str | os.PathLike):
+            if slices:
+                raise IncompatibleError("slices: a file has whole tensors")
+            self._held = Following(FollowingFile(tensors), {}, {}, lossy)
+        else:
+            local, boxes = local_tensors(tensors)
+            check_slices(slices, list(local))
+            self._held = Following(LiveTensors(local), boxes, slices, lossy)
         self._channel = GroupChannel(where) if is_group(where) else None
         self._place = None if self._channel else open_place(where)
         self._run, self._threads = run, threads or torch.get_num_threads()
-        self._held = HeldWeights(self._live)
-        self._staged: HeldWeights | None = None
+        self._staged: Following | None = None
         self._refused: set[str] = set()
+        self._relay = open_relay(relay, self._threads)
         codec_kernels()
 
     @property
@@ -106,6 +139,7 @@ class WeightSubscriber:
         return tuple(self._applied)
 
     _applied: Sequence[AppliedFile] = ()
+    _source: Manifest | None = None
 
     def update(self, into: str | None = None, *, full: bool = False) -> int | None:
         """Fetch and write the latest weights; return their step.
@@ -133,18 +167,30 @@ class WeightSubscriber:
         applied: list[AppliedFile] = []
         self._applied = applied
         try:
-            if self._channel is not None:
-                return self._receive(self._channel, held, full, applied)
-            for attempt in range(_ATTEMPTS):
-                try:
-                    return self._follow(held, full, applied)
-                except FileNotFoundError as error:
-                    # The publisher may have removed a file since it wrote the manifest that was read.
-                    if attempt == _ATTEMPTS - 1:
-                        raise PayloadError(f"a file that the manifest lists is lost: {error}") from error
+            try:
+                self._fetch(held, full, applied)
+            finally:
+                held.settle()
         finally:
-            held.settle()
+            # Ranks that follow this one wait for it, also if nothing could be fetched.
+            if self._relay is not None:
+                self._relay.flush(self._source, held)
         return held.step
+
+    def _fetch(self, held: Following, full: bool, applied: list[AppliedFile]) -> None:
+        """Fetch and write the latest weights."""
+        if self._channel is not None:
+            self._receive(self._channel, held, full, applied)
+            return
+        for attempt in range(_ATTEMPTS):
+            try:
+                if self._place is not None:
+                    self._follow(self._place, held, full, applied)
+                return
+            except FileNotFoundError as error:
+                # The publisher may have removed a file since it wrote the manifest that was read.
+                if attempt == _ATTEMPTS - 1:
+                    raise PayloadError(f"a file that the manifest lists is lost: {error}") from error
 
     def swap(self) -> int | None:
         """Copy the staged weights to the tensors, at the speed of memory; return their step.
@@ -154,7 +200,7 @@ class WeightSubscriber:
         """
         if self._staged is None or self._staged.step is None:
             raise HyperparameterError('there are no staged weights: call update(into="staging") first')
-        live, staged = self._live, self._staged.weights
+        live, staged = self._held.weights, self._staged.weights
         if isinstance(live, LiveTensors) and isinstance(staged, LiveTensors):
             live.copy_from(staged)
         self._held.become(self._staged)
@@ -174,132 +220,133 @@ class WeightSubscriber:
             IncompatibleError: the weights have other names, types or shapes.
         """
         octets = data if isinstance(data, np.ndarray) else np.frombuffer(bytearray(data), np.uint8)
-        if self._held.sums is None:
-            self._held.identify(self._threads)
-        head, held = read_head(octets), self._held
+        held = self._held.only
+        if held.sums is None:
+            held.identify(self._threads)
+        head = read_head(octets)
         if head.kind == ANCHOR and head.run == held.run and held.step is not None and head.step <= held.step:
             raise PayloadError(f"{head.name} comes a second time, or late: these weights are of step {held.step}")
         try:
             held.apply(head, octets, self._threads)
         finally:
-            held.settle()
+            self._held.settle()
         return head.step
 
-    def _staging(self) -> HeldWeights:
-        if not isinstance(self._live, LiveTensors):
+    def _staging(self) -> Following:
+        live = self._held.weights
+        if not isinstance(live, LiveTensors):
             raise IncompatibleError('into="staging" is for tensors in memory: a file is replaced at once in any case')
         if self._staged is None:
-            self._staged = HeldWeights(self._live.clone())
+            self._staged = Following(live.clone(), self._held.boxes, self._held.slices, self._held.lossy, True)
             self._staged.become(self._held)
         return self._staged
 
-    def _receive(self, channel: GroupChannel, held: HeldWeights, full: bool, applied: list[AppliedFile]) -> int | None:
+    def _receive(self, channel: GroupChannel, following: Following, full: bool, applied: list[AppliedFile]) -> None:
+        held = following.only
         layout = held.layout
         if layout is None:
             raise IncompatibleError("weights in files follow a folder, a URL or a store, not a process group")
         channel.wants_anchor(full or held.sums is None)
         began = time.perf_counter()
-        data = channel.receive(2 * layout.nbytes + MAX_LAYOUT_BYTES)
-        fetch_s = time.perf_counter() - began
-        try:
-            applied.append(self._write(held, data, None, fetch_s))
-        except PayloadError:
-            held.forget()
-            raise
-        return held.step
+        for data in channel.receive(2 * layout.nbytes + MAX_LAYOUT_BYTES):
+            fetched = time.perf_counter()
+            try:
+                head = read_head(data)
+                held.apply(head, data, self._threads)
+            except PayloadError:
+                held.forget()
+                raise
+            now = time.perf_counter()
+            applied.append(AppliedFile(head.name, head.step, head.nbytes, head.changed, fetched - began, now - fetched))
+            began = now
+            if self._relay is not None:
+                stage = StepFiles((PublishedFile.of(head),))
+                self._source = Manifest(head.run.hex(), (head.layout.hex(),), layout.nbytes, stage.files)
+                self._relay.add(self._source, following, stage, [[data]])
 
-    def _follow(self, held: HeldWeights, full: bool, applied: list[AppliedFile]) -> int | None:
-        if self._place is None:
-            return held.step
-        manifest = read_manifest(self._place)
+    def _follow(self, place: Place, held: Following, full: bool, applied: list[AppliedFile]) -> None:
+        manifest = read_manifest(place)
         if manifest is None:
-            return held.step
+            return
         if self._run is not None and manifest.run != self._run:
             raise PayloadError(
-                f"{self._place} has run {manifest.run[:8]}, and this subscriber follows run {self._run[:8]} alone: "
+                f"{place} has run {manifest.run[:8]}, and this subscriber follows run {self._run[:8]} alone: "
                 "build it with run=None to follow any"
             )
-        layout = held.layout
-        if layout is not None and layout.digest.hex() != manifest.layout:
-            if isinstance(held.weights, LiveTensors):
-                raise IncompatibleError(self._difference(manifest, layout))
-            held.forget()
-        elif layout is not None and held.sums is None:
-            held.identify(self._threads)
+        if not manifest.files:
+            return
+        held.fit(manifest, lambda part: self._layout_of(place, manifest, part), self._threads)
         if held.run is not None and held.run.hex() == manifest.run and manifest.step < (held.step or 0):
             # A cache between here and the publisher may serve an older manifest for a while.
-            return held.step
-        for file in self._way(held, manifest, full):
-            began = time.perf_counter()
+            return
+        self._source = manifest
+        for stage in self._way(held, manifest, full):
             try:
-                data = self._place.read(file.name, file.nbytes)
-                fetch_s = time.perf_counter() - began
-                applied.append(self._write(held, data, file, fetch_s))
+                data = self._write(place, held, stage, applied)
             except (PayloadError, FileNotFoundError):
-                self._refused.add(file.digest)
+                self._refused.update(file.digest for file in stage.files)
                 raise
-        return held.step
+            if self._relay is not None:
+                self._relay.add(manifest, held, stage, [[octets] for octets in data])
 
-    def _difference(self, manifest: Manifest, layout: Layout) -> str:
-        """Say how the published layout differs, as the latest anchor states it."""
-        found = "see gradwire patch show"
-        for file in reversed(manifest.files):
-            if file.kind == "anchor" and self._place is not None:
-                try:
-                    head = read_head(self._place.read(file.name, file.nbytes))
-                    found = anchor_layout(head).difference(layout, "published", "here")
-                except (PayloadError, FileNotFoundError):
-                    continue
-                break
-        return f"the published weights have other tensors than these: {found}"
+    def _layout_of(self, place: Place, manifest: Manifest, part: int) -> Layout:
+        """Return the layout of a part, as its latest anchor states it."""
+        for stage in reversed(manifest.stages):
+            if stage.kind == "anchor":
+                return anchor_layout(fetch_head(place, stage.files[part]))
+        raise PayloadError("the manifest lists no anchor; the next one will mend it")
 
-    def _way(self, held: HeldWeights, manifest: Manifest, full: bool) -> Sequence[PublishedFile]:
+    def _way(self, held: Following, manifest: Manifest, full: bool) -> Sequence[StepFiles]:
         """Return the files that lead to the latest step with the fewest bytes; avoid those that were refused."""
-        files = manifest.files
-        if not files:
-            return ()
-        latest, state = files[-1].state, held.state.hex() if held.state is not None else ""
-        if state == latest and not full:
-            held.run, held.step = bytes.fromhex(manifest.run), manifest.step
+        stages = [stage.of_parts(held.parts) for stage in manifest.stages]
+        latest, states = stages[-1].states, held.states
+        if states == latest and not full:
+            held.claim(bytes.fromhex(manifest.run), manifest.step)
             return ()
         ways = [
-            self._chain(files, file.state, place + 1, [file])
-            for place, file in enumerate(files)
-            if file.kind == "anchor"
+            self._chain(stages[place + 1 :], stage.states, [stage])
+            for place, stage in enumerate(stages)
+            if stage.kind == "anchor"
         ]
-        if state and not full:
-            ways.append(self._chain(files, state, 0, []))
-        complete = [way for way in ways if way and way[-1].state == latest]
+        if states is not None and not full:
+            ways.append(self._chain(stages, states, []))
+        complete = [way for way in ways if way and way[-1].states == latest]
         if not complete:
             raise PayloadError(
-                f"no files lead from step {held.step} to step {manifest.step}: the manifest lists {len(files)}, none "
-                "an anchor from which patches follow on one another; the next anchor will mend it"
+                f"no files lead from step {held.step} to step {manifest.step}: the manifest lists "
+                f"{len(manifest.files)}, none an anchor from which patches follow on one another; the next anchor will "
+                "mend it"
             )
 
-        def cost(way: Sequence[PublishedFile]) -> tuple[bool, int]:
-            return any(file.digest in self._refused for file in way), sum(file.nbytes for file in way)
+        def cost(way: Sequence[StepFiles]) -> tuple[bool, int]:
+            files = [file for stage in way for file in stage.files]
+            return any(file.digest in self._refused for file in files), sum(file.nbytes for file in files)
 
         return min(complete, key=cost)
 
     @staticmethod
-    def _chain(files: Sequence[PublishedFile], state: str, start: int, way: list[PublishedFile]) -> list[PublishedFile]:
-        """Append to a way the patches that lead from a state onwards."""
-        for file in files[start:]:
-            if file.kind == "patch" and file.base_state == state:
-                way.append(file)
-                state = file.state
+    def _chain(stages: Sequence[StepFiles], states: tuple[str, ...], way: list[StepFiles]) -> list[StepFiles]:
+        """Append to a way the patches that lead from states of the parts onwards."""
+        for stage in stages:
+            if stage.kind == "patch" and stage.base_states == states:
+                way.append(stage)
+                states = stage.states
         return way
 
-    def _write(
-        self, held: HeldWeights, data: Octets, listed: PublishedFile | None, fetch_s: float = 0.0
-    ) -> AppliedFile:
-        """Check a file and write it."""
+    def _write(self, place: Place, held: Following, stage: StepFiles, applied: list[AppliedFile]) -> list[Octets]:
+        """Fetch the files of all parts of a step, check all of them, then write them; return them."""
+        rows, checked, files = list[AppliedFile](), [], list[Octets]()
+        for (part, weights), file in zip(held.parts.items(), stage.files):
+            began = time.perf_counter()
+            head, data, nbytes = fetch(place, file, weights)
+            fetched = time.perf_counter()
+            files.append(data)
+            checked.append(weights.check(head, data, self._threads))
+            name = head.name if len(stage.files) == 1 else f"{head.name}, part {part}"
+            spent = time.perf_counter() - fetched
+            rows.append(AppliedFile(name, head.step, nbytes, head.changed, fetched - began, spent))
         began = time.perf_counter()
-        head = read_head(data)
-        if listed is not None and head.digest.hex() != listed.digest:
-            raise PayloadError(
-                f"{listed.name} is the {head.name} of run {head.run.hex()[:8]}, not the file that the manifest lists: "
-                "it was replaced, or is of another run"
-            )
-        held.apply(head, data, self._threads)
-        return AppliedFile(head.name, head.step, head.nbytes, head.changed, fetch_s, time.perf_counter() - began)
+        held.write(checked)
+        spent = (time.perf_counter() - began) / len(rows)
+        applied += [replace(row, apply_s=row.apply_s + spent) for row in rows]
+        return files

@@ -13,6 +13,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.publish.container import Octets
+from gradwire.publish.dcp_files import DistributedCheckpoint, is_dcp
 from gradwire.publish.layout import BY_DTYPE, BlockSpan, Entry, Layout
 from gradwire.publish.safetensor_files import TensorPlace, files_of, header_of, read_places, sync
 
@@ -20,7 +21,7 @@ Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, tor
 """A module, or named tensors."""
 
 Weights = Tensors | str | os.PathLike[str]
-"""A module, named tensors, or a safetensors file or folder."""
+"""A module, named tensors, a safetensors file or folder, or, to publish, a folder of torch.distributed.checkpoint."""
 
 
 class Readable(Protocol):
@@ -62,8 +63,12 @@ class Writable(Protocol):
         ...
 
 
-def named_tensors(weights: Tensors) -> dict[str, torch.Tensor]:
+def named_tensors(weights: Tensors, sharded: bool = False) -> dict[str, torch.Tensor]:
     """Return tensors by name: of a module its parameters and the buffers that a checkpoint has, tied ones once.
+
+    Args:
+        weights: A module or named tensors.
+        sharded: Whether DTensors are served.
 
     Raises:
         IncompatibleError: a tensor is sharded, sparse, quantised or of a type without a code, or there is none.
@@ -85,11 +90,9 @@ def named_tensors(weights: Tensors) -> dict[str, torch.Tensor]:
     for name, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
             raise IncompatibleError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise IncompatibleError(
-                f"{name!r} is a {type(tensor).__name__}: pass plain tensors, of a sharded model the full ones, "
-                "such as torch.distributed.checkpoint.state_dict.get_model_state_dict gives with full_state_dict=True"
-            )
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        if not plain and not (sharded and hasattr(tensor, "to_local")):
+            raise IncompatibleError(f"{name!r} is a {type(tensor).__name__}: pass plain tensors or DTensors")
         if tensor.dtype not in BY_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
             raise IncompatibleError(f"{name!r} is {tensor.dtype}, {tensor.layout} on {tensor.device}: not supported")
     return found
@@ -164,10 +167,11 @@ class LiveTensors:
 
     def clone(self) -> LiveTensors:
         """Return copies of the tensors, on the CPU."""
-        copies = {
-            entry.name: tensor.detach().to("cpu", copy=True).contiguous()
-            for entry, tensor in zip(self.layout.entries, self._tensors)
-        }
+        copies = {}
+        for entry, tensor in zip(self.layout.entries, self._tensors):
+            # NumPy asks for large pages, to which patches are written faster.
+            room = torch.from_numpy(np.empty(max(1, entry.nbytes), np.uint8))[: entry.nbytes]
+            copies[entry.name] = room.view(tensor.dtype).reshape(tensor.shape).copy_(tensor.detach())
         return LiveTensors(copies)
 
     def copy_from(self, other: LiveTensors) -> None:
@@ -318,7 +322,7 @@ def readable(weights: Weights, dtype: torch.dtype | None = None) -> Readable:
     if isinstance(weights, str | os.PathLike):
         if dtype is not None:
             raise IncompatibleError(f"dtype={dtype}: files are published as they are")
-        return SavedTensors(weights)
+        return DistributedCheckpoint(weights) if is_dcp(Path(weights)) else SavedTensors(weights)
     return LiveTensors(weights, dtype)
 
 

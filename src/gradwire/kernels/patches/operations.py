@@ -10,11 +10,11 @@ import torch
 
 from gradwire.errors import HyperparameterError, PayloadError
 from gradwire.kernels.front import Front, check_vector
-from gradwire.kernels.indices.formats import GapStatistics, index_bytes
 from gradwire.kernels.indices.operations import decode_indices, encode_indices
 from gradwire.kernels.patches import formats
 from gradwire.kernels.patches.formats import (
     BITMAP,
+    CHECK,
     EXACT,
     FIRST_CLASS,
     INVERTED,
@@ -24,6 +24,9 @@ from gradwire.kernels.patches.formats import (
     SYMBOLS,
     WIDTH,
     WIDTHS,
+    WRITE,
+    WRITE_CHECKED,
+    rice_bytes,
     rice_candidates,
 )
 
@@ -51,9 +54,11 @@ class PatchOperations(Front):
     Changes are described by four arrays:
 
     - ``rows`` (int64 ``[blocks, 3]``): for each block the form of its positions, the number of its changes and the
-      bytes of its positions. The form is a format of the family ``indices``: 0 to 30 ``rice``, 31 ``bitmap``, from 32
-      on ``width``. With 64 added, positions are those of the elements that are *not* changed.
-    - ``positions`` (uint8): the packed positions within each block, block after block.
+      bytes of its positions. The form is 0 to 30 for Rice codes with this parameter r, or a format of the family
+      ``indices``: 31 ``bitmap``, from 32 on ``width``. With 64 added, positions are those of the elements that are
+      *not* changed.
+    - ``positions`` (uint8): the packed positions within each block, block after block. In Rice codes the r lowest bits
+      of all gaps come first, then, in a byte of their own, the other bits of each as so many zeros and a 1.
     - ``symbols`` (uint8): a symbol for each change. A distance ``d``, ``|d| < 64``, has the symbol
       ``2 (|d| - 1) + (d < 0)``. A larger one, of which bit ``e`` is the highest, has ``126 + 2 (e - 6) + h`` with
       ``h`` the bit below.
@@ -94,7 +99,7 @@ class PatchOperations(Front):
         check_vector("new", new, torch.uint8, old.numel())
         numel = old.numel() // width
         used = cursor.tolist()
-        needed = ("symbols", symbols, used[0] + numel), ("positions", positions, used[1] + numel // 8 + blocks)
+        needed = ("symbols", symbols, used[0] + numel), ("positions", positions, used[1] + numel // 8 + blocks + 8)
         for name, array, least in (*needed, ("extra", extra, used[2] // 8 + numel * width + 16)):
             check_vector(name, array, torch.uint8, least, at_least=True)
         family = self._serve("patches")
@@ -105,16 +110,20 @@ class PatchOperations(Front):
 
     def apply_changes(
         self, base: torch.Tensor, width: int, floating: bool, block: int, first_word: int, rows: torch.Tensor,
-        positions: torch.Tensor, symbols: torch.Tensor, extra: torch.Tensor, cursor: torch.Tensor, write: bool,
+        positions: torch.Tensor, symbols: torch.Tensor, extra: torch.Tensor, cursor: torch.Tensor, mode: int,
     ) -> None:  # fmt: skip
-        """Write changes into ``base`` (uint8) if ``write``; else add the sum of words, and its change, to ``cursor``.
+        """Check changes of ``base`` (uint8), or write them.
+
+        Args:
+            mode: ``CHECK`` adds to ``cursor`` the sum of words of the base, and by how much the changes change it;
+                ``WRITE`` writes; ``WRITE_CHECKED`` writes, and adds by how much the changes change the sum.
 
         ``rows`` and the arrays may hold anything: nothing outside of them is read, and nothing outside of ``base`` is
         written. Bytes behind the used ones are not looked at: the caller compares ``cursor`` with what there is.
 
         Raises:
-            PayloadError: the arrays do not describe changes of such a base. If ``write``, it has been changed in part:
-                check changes before they are written.
+            PayloadError: the arrays do not describe changes of such a base. If ``mode`` writes, it has been changed in
+                part.
         """
         blocks = _check(base, width, block, rows, cursor)
         for name, array in (("positions", positions), ("symbols", symbols), ("extra", extra)):
@@ -125,7 +134,7 @@ class PatchOperations(Front):
         family = self._serve("patches")
         if blocks:
             family.apply_changes(
-                base, width, floating, block, first_word, rows, positions, symbols, extra, cursor, write, fault
+                base, width, floating, block, first_word, rows, positions, symbols, extra, cursor, mode, fault
             )
         if int(fault):
             raise PayloadError(f"changes are refused: {FAULTS[int(fault)]}")
@@ -186,7 +195,7 @@ def find_changes(
 
 def apply_changes(
     base: torch.Tensor, width: int, floating: bool, block: int, first_word: int, rows: torch.Tensor,
-    positions: torch.Tensor, symbols: torch.Tensor, extra: torch.Tensor, cursor: torch.Tensor, write: bool,
+    positions: torch.Tensor, symbols: torch.Tensor, extra: torch.Tensor, cursor: torch.Tensor, mode: int,
     fault: torch.Tensor,
 ) -> None:  # fmt: skip
     at_symbol, at_position, at_bit, change, total = cursor.tolist()
@@ -227,11 +236,12 @@ def apply_changes(
                 magnitude, negative = (2 + (symbol & 1)) << (top - 1) | value >> 1, value & 1
             moved = _ordered(int(elements[place]), bits, floating) + (-magnitude if negative else magnitude)
             elements[place] = _ordered(moved % 2**bits, bits, floating)
-    if write:
-        base.copy_(result)
-    else:
+    if mode != WRITE:
         before = _sum(base.numpy(), first_word)
-        change, total = change + _sum(result.numpy(), first_word) - before, total + before
+        change += _sum(result.numpy(), first_word) - before
+        total += before if mode == CHECK else 0
+    if mode in (WRITE, WRITE_CHECKED):
+        base.copy_(result)
     cursor.copy_(torch.tensor([at_symbol, at_position, at_bit, _signed(change), _signed(total)]))
 
 
@@ -279,32 +289,60 @@ def _pack(listed: npt.NDArray[np.int64], numel: int, out: torch.Tensor) -> tuple
     if not count:
         return RICE, 0
     gaps = np.diff(listed, prepend=-1) - 1
-    shifted = tuple(int((gaps >> r).sum()) for r in range(31))
-    statistics = GapStatistics(count, numel, int(gaps.max()), shifted)
     least, most = rice_candidates(int(gaps.sum()), count)
-    choices = [(BITMAP, "bitmap", 0), *((r, "rice", r) for r in range(least, most + 1))]
-    bits = statistics.largest.bit_length()
-    choices.append((WIDTH + bits, "width", bits))
-    form, name, parameter = min(choices, key=lambda choice: index_bytes(statistics, choice[1], choice[2]))
+    bits = int(gaps.max()).bit_length()
+    sizes = [(-(-numel // 8), BITMAP)]
+    sizes += [(rice_bytes(count, int((gaps >> r).sum()), r), r) for r in range(least, most + 1)]
+    sizes.append((-(-count * bits // 8), WIDTH + bits))
+    size, form = min(sizes, key=lambda choice: choice[0])
+    if form < BITMAP:
+        packed = _pack_rice(gaps, form)
+        out[: len(packed)] = torch.from_numpy(packed)
+        return form, len(packed)
     written = torch.zeros(1, dtype=torch.int64)
-    encode_indices(torch.from_numpy(listed.astype(np.int32)), numel, name, parameter, out, written)
+    name, parameter = ("bitmap", 0) if form == BITMAP else ("width", bits)
+    encode_indices(torch.from_numpy(listed.astype(np.int32)), numel, name, parameter, out[:size], written)
     return form, int(written)
+
+
+def _pack_rice(gaps: npt.NDArray[np.int64], r: int) -> npt.NDArray[np.uint8]:
+    """Return the lower parts of gaps, and their quotients."""
+    lower = gaps[:, None] >> np.arange(r) & 1
+    quotients = np.zeros(len(gaps) + int((gaps >> r).sum()), np.uint8)
+    quotients[np.cumsum((gaps >> r) + 1) - 1] = 1
+    return np.concatenate([np.packbits(part.astype(np.uint8), bitorder="little") for part in (lower, quotients)])
+
+
+def _unpack_rice(data: npt.NDArray[np.uint8], r: int, count: int, numel: int) -> npt.NDArray[np.int64] | None:
+    """Return the positions, or None if an encoder does not write such bytes."""
+    split = -(-count * r // 8)
+    lower = np.unpackbits(data[:split], bitorder="little")
+    ones = np.flatnonzero(np.unpackbits(data[split:], bitorder="little"))
+    if len(data) < split or len(ones) != count or lower[count * r :].any() or ones[-1] // 8 != len(data) - split - 1:
+        return None
+    gaps = np.diff(ones, prepend=-1) - 1 << r
+    gaps += lower[: count * r].reshape(count, r).astype(np.int64) @ (1 << np.arange(r))
+    index = np.cumsum(gaps + 1) - 1
+    return index if index[-1] < numel else None
 
 
 def _unpack(form: int, data: torch.Tensor, count: int, numel: int) -> list[int] | None:
     """Return the positions of changes, or None if ``data`` does not hold them."""
     inverted, form = form >= INVERTED, form % INVERTED
     listed = numel - count if inverted else count
-    index, valid = torch.zeros(listed, dtype=torch.int32), torch.tensor([data.numel() == 0])
-    if listed:
-        name = "bitmap" if form == BITMAP else "width" if form > BITMAP else "rice"
-        decode_indices(data, name, form - WIDTH if form > BITMAP else form % BITMAP, listed, numel, index, valid)
-    if not bool(valid):
-        return None
-    if not inverted:
-        return index.tolist()
+    index: npt.NDArray[Any] | None = np.zeros(listed, np.int32)
+    if not listed:
+        index = None if data.numel() else index
+    elif form < BITMAP:
+        index = _unpack_rice(data.numpy(), form, listed, numel)
+    else:
+        found, valid = torch.zeros(listed, dtype=torch.int32), torch.tensor([False])
+        decode_indices(data, "bitmap" if form == BITMAP else "width", max(0, form - WIDTH), listed, numel, found, valid)
+        index = found.numpy() if bool(valid) else None
+    if index is None or not inverted:
+        return None if index is None else index.tolist()
     changed = np.ones(numel, bool)
-    changed[index.numpy()] = False
+    changed[index] = False
     return np.flatnonzero(changed).tolist()
 
 

@@ -16,13 +16,26 @@ patch = typer.Typer(no_args_is_help=True, help="Files of published weights.")
 def publish(
     source: Annotated[
         Path,
-        typer.Option("--from", metavar="CHECKPOINTS", help="A safetensors file, a folder with some, or its parent"),
+        typer.Option(
+            "--from", metavar="CHECKPOINTS", help="Safetensors or torch.distributed.checkpoint: a folder, or its parent"
+        ),
     ],
     to: Annotated[str, typer.Option("--to", metavar="URL", help="A folder, or a URL such as s3://bucket/run")],
     anchor_every: Annotated[
         int, typer.Option(help="Steps published from one anchor, the whole weights, to the next")
     ] = 50,
     keep_anchors: Annotated[int, typer.Option(help="Anchors to keep; older files are removed")] = 2,
+    strips: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAMES=DIMENSION/NUMBER",
+            help="Cut tensors for readers that hold shards, such as '*down_proj.weight=1/8'; may be repeated",
+        ),
+    ] = None,
+    lossy: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="Round differences, such as 'EDEN(bits=4)'; anchors stay exact"),
+    ] = None,
     watch: o.Watch = False,
     every: o.Every = 2.0,
     as_json: o.AsJson = False,
@@ -42,6 +55,8 @@ def publish(
             to,
             anchor_every=anchor_every,
             keep_anchors=keep_anchors,
+            strips=strips or [],
+            lossy=lossy,
             watch=watch,
             every_s=every,
             as_json=as_json,
@@ -53,6 +68,10 @@ def subscribe(
         str, typer.Option("--from", metavar="URL", help="What gradwire publish, or a trainer, writes to")
     ],
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Folder of model.safetensors, or such a file")],
+    relay: Annotated[
+        str | None, typer.Option(metavar="URL", help="Serve others, from this folder or URL, with what was checked")
+    ] = None,
+    lossy: Annotated[bool, typer.Option(help="Follow a publisher that rounds differences, too")] = False,
     watch: o.Watch = False,
     every: o.Every = 2.0,
     as_json: o.AsJson = False,
@@ -65,7 +84,7 @@ def subscribe(
     with handled(debug):
         from gradwire.tools.cli import publish_commands
 
-        publish_commands.subscribe(source, to, watch=watch, every_s=every, as_json=as_json)
+        publish_commands.subscribe(source, to, relay=relay, lossy=lossy, watch=watch, every_s=every, as_json=as_json)
 
 
 @patch.command("show")
@@ -74,7 +93,7 @@ def patch_show(
     as_json: o.AsJson = False,
     debug: o.Debug = False,
 ) -> None:
-    """Show what anchors and patches are: run, step, the step that a patch starts from, bytes, changes.
+    """Show what anchors and patches are: run, step, the step that a patch starts from, bytes, changes, rounding.
 
     Example: [cyan]gradwire patch show published/patch-*.gww[/cyan]
     """

@@ -16,18 +16,21 @@ from rich.console import Console
 
 import gradwire as gw
 from gradwire.errors import GradwireError, IncompatibleError, PayloadError
-from gradwire.publish.container import ANCHOR, CHANGES, read_head
+from gradwire.publish.container import ANCHOR, CHANGES, LOSSY, Octets, PatchHead, read_head
+from gradwire.publish.dcp_files import is_dcp
+from gradwire.publish.lossy import spec_of
 from gradwire.publish.manifest import read_manifest
 from gradwire.publish.stores import open_place
 from gradwire.tools.cli.show import print_json, print_table, table_of
+from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.report.verdict import bytes_text, percent, seconds_text
 
-_NUMBER = re.compile(r"(\d+)$")
+_NUMBER, _CUT = re.compile(r"(\d+)$"), re.compile(r"(\d{1,3})/(\d{1,3})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A safetensors file or folder of a step.
+    """A safetensors file or folder, or a folder of torch.distributed.checkpoint, of a step.
 
     Attributes:
         step: The number that the folder's name ends with; None: it has none.
@@ -43,26 +46,30 @@ class Checkpoint:
 def find_checkpoints(path: Path) -> list[Checkpoint]:
     """Return the checkpoints of a path, in the order of their steps.
 
-    A path with safetensors files is one checkpoint. Otherwise its folders with such files and a number at the end of
-    their name are, such as ``checkpoint-500`` or ``step_500``.
+    A path with safetensors files, or a folder of torch.distributed.checkpoint, is one checkpoint. Otherwise its folders
+    with such files and a number at the end of their name are, such as ``checkpoint-500`` or ``step_500``.
 
     Raises:
         IncompatibleError: the path is not there.
     """
     if not path.exists():
         raise IncompatibleError(f"{path} does not exist: name a safetensors file or a folder of checkpoints")
-    if path.is_file() or any(path.glob("*.safetensors")):
+    if path.is_file() or _is_checkpoint(path):
         return [Checkpoint(None, path, _stamp(path))]
     found = []
     for folder in path.iterdir():
         number = _NUMBER.search(folder.name)
-        if folder.is_dir() and number and any(folder.glob("*.safetensors")):
+        if folder.is_dir() and number and _is_checkpoint(folder):
             found.append(Checkpoint(int(number.group()), folder, _stamp(folder)))
     return sorted(found, key=lambda checkpoint: checkpoint.step or 0)
 
 
+def _is_checkpoint(folder: Path) -> bool:
+    return is_dcp(folder) or any(folder.glob("*.safetensors"))
+
+
 def _stamp(path: Path) -> tuple[tuple[int, int], ...]:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.distcp")])
     return tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 
@@ -71,11 +78,15 @@ class FollowedFolder:
 
     The run that is in the place goes on where the checkpoint of its latest step is still there. Otherwise a new run
     begins with the newest checkpoint.
+
+    Args:
+        source: The path.
+        to: The place.
+        settings: Of the publisher.
     """
 
-    def __init__(self, source: Path, to: str, anchor_every: int, keep_anchors: int) -> None:
-        self._source, self._to = source, to
-        self._settings: dict[str, Any] = {"anchor_every": anchor_every, "keep_anchors": keep_anchors}
+    def __init__(self, source: Path, to: str, **settings: Any) -> None:
+        self._source, self._to, self._settings = source, to, settings
         self._publisher: gw.WeightPublisher | None = None
         self._stamp: tuple[tuple[int, int], ...] = ()
 
@@ -117,11 +128,40 @@ class FollowedFolder:
         return [newest]
 
 
+def strips_of(words: list[str]) -> dict[str, tuple[int, int]] | None:
+    """Read strips: NAMES=DIMENSION/NUMBER each.
+
+    Raises:
+        UsageError: a word is not one.
+    """
+    found = {}
+    for word in words:
+        names, _, cut = word.rpartition("=")
+        match = _CUT.fullmatch(cut)
+        if not names or not match:
+            raise UsageError(f"--strips {word}: write NAMES=DIMENSION/NUMBER, such as '*down_proj.weight=1/8'")
+        found[names] = int(match[1]), int(match[2])
+    return found or None
+
+
 def publish(
-    source: Path, to: str, *, anchor_every: int, keep_anchors: int, watch: bool, every_s: float, as_json: bool
+    source: Path,
+    to: str,
+    *,
+    anchor_every: int,
+    keep_anchors: int,
+    strips: list[str],
+    lossy: str | None,
+    watch: bool,
+    every_s: float,
+    as_json: bool,
 ) -> None:
     """Publish checkpoints, once or as they appear."""
-    follower, rows, say = FollowedFolder(source, to, anchor_every, keep_anchors), list[dict[str, Any]](), _Teller()
+    settings = {"anchor_every": anchor_every, "keep_anchors": keep_anchors, "lossy": lossy}
+    follower = FollowedFolder(source, to, strips=strips_of(strips), **settings)
+    rows, say = list[dict[str, Any]](), _Teller()
+    if lossy:
+        say(f"differences are rounded by {gw.method(lossy)!r}; anchors are exact")
 
     def turn() -> None:
         for publication in follower.publish():
@@ -153,13 +193,16 @@ def _publication_text(publication: gw.Publication) -> str:
     return f"step {publication.step}: {'; '.join(parts)}; encoded in {spent[0]}, written in {spent[1]}"
 
 
-def subscribe(source: str, to: Path, *, watch: bool, every_s: float, as_json: bool) -> None:
+def subscribe(
+    source: str, to: Path, *, relay: str | None, lossy: bool, watch: bool, every_s: float, as_json: bool
+) -> None:
     """Follow published weights, once or as they appear.
 
     Raises:
         PayloadError: nothing has been published, or a file was refused.
     """
-    subscriber, rows, say = gw.WeightSubscriber(to, source), list[dict[str, Any]](), _Teller()
+    subscriber = gw.WeightSubscriber(to, source, relay=relay, lossy=lossy)
+    rows, say = list[dict[str, Any]](), _Teller()
 
     def turn() -> None:
         before = subscriber.step
@@ -242,6 +285,7 @@ def patch_rows(files: list[Path]) -> list[dict[str, Any]]:
                 "bits_per_changed_element": 8 * head.nbytes / head.changed if head.changed else None,
                 "chunks": len(head.chunks),
                 "coded_chunks": sum(chunk.kind == CHANGES for chunk in head.chunks),
+                "lossy": _lossy(head, data),
                 "layout": head.layout.hex(),
                 "base_state": head.base_state.hex() if patch else None,
                 "state": head.state.hex(),
@@ -251,18 +295,27 @@ def patch_rows(files: list[Path]) -> list[dict[str, Any]]:
     return rows
 
 
+def _lossy(head: PatchHead, data: Octets) -> str | None:
+    """Return the spec of the method that rounded a patch's differences; None if it is exact."""
+    rounded = (place for chunk, place in zip(head.chunks, head.places()) if chunk.kind == LOSSY)
+    return next((spec_of(data[place]) for place in rounded), None)
+
+
 def show_patch(files: list[Path], *, as_json: bool) -> None:
     """Print what files of anchors and patches say of themselves."""
     rows = patch_rows(files)
     if as_json:
         print_json(rows)
         return
-    table = table_of("file", "kind", "run", "step", "from", "size", "tensors", "changed", "bits/changed", "state")
+    table = table_of(
+        "file", "kind", "run", "step", "from", "size", "tensors", "changed", "bits/changed", "lossy", "state"
+    )
     for row in rows:
         bits = row["bits_per_changed_element"]
         table.add_row(
             Path(row["file"]).name, row["kind"], row["run"][:8], str(row["step"]),
             "-" if row["base_step"] is None else str(row["base_step"]), bytes_text(row["file_bytes"]),
-            str(row["tensors"]), str(row["changed"]), "-" if bits is None else f"{bits:.2f}", row["state"][:8],
+            str(row["tensors"]), str(row["changed"]), "-" if bits is None else f"{bits:.2f}",
+            row["lossy"] or "-", row["state"][:8],
         )  # fmt: skip
     print_table(table)

@@ -1,0 +1,161 @@
+"""Relays: a subscriber serves others with the files that it has checked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradwire.errors import IncompatibleError, PayloadError
+from gradwire.publish.container import Octets
+from gradwire.publish.encoder import StepEncoder
+from gradwire.publish.following import Following
+from gradwire.publish.group import GroupChannel, is_group
+from gradwire.publish.manifest import MANIFEST, Manifest, StepFiles, read_manifest, remove_unlisted
+from gradwire.publish.stores import Place, open_place
+
+_MOST_PATCHES = 100
+"""Patches from one anchor to the next, where the publisher's own anchors are not seen."""
+
+Files = Sequence[Sequence[Octets | bytes]]
+"""The bytes of a stage's files, each in pieces."""
+
+
+class PlaceRelay:
+    """Serves the readers of a folder, a URL or a store.
+
+    Patches are passed on as they came. Anchors need not come: they are encoded from the weights at hand, at the steps
+    at which the publisher has one, and where the place has no files that lead to the first patch.
+
+    Args:
+        place: The place.
+        threads: Threads that share the work.
+        keep_anchors: Anchors to keep.
+    """
+
+    def __init__(self, place: Place, threads: int, keep_anchors: int = 2) -> None:
+        self._place, self._threads, self._keep_anchors = place, threads, keep_anchors
+        self._manifest: Manifest | None = None
+        with contextlib.suppress(PayloadError):
+            self._manifest = read_manifest(place)
+        # Files that were checked and are not written yet, by the manifest that will name them.
+        self._pending: list[tuple[StepFiles, Files]] = []
+        self._waiting = 0
+
+    def add(self, source: Manifest, held: Following, stage: StepFiles, data: Files) -> None:
+        """Take files that have just been written to the weights at hand."""
+        if [held.selected for held in held.parts.values()] != [None] * len(source.parts):
+            raise IncompatibleError("a relay serves whole weights: give it tensors that are not sliced")
+        if self._manifest is None or (self._manifest.run, self._manifest.parts) != (source.run, source.parts):
+            self._manifest, self._pending, self._waiting = replace(source, files=()), [], 0
+        latest = self._latest()
+        if stage.kind == "patch" and stage.base_states != latest:
+            # Nothing here leads to the patch: begin with the weights that it led to.
+            self.anchor(held)
+            return
+        self._take(stage, data)
+        anchored = any(other.kind == "anchor" and other.step == stage.step for other in source.stages)
+        if stage.kind == "patch" and (anchored or self._overdue(source)):
+            self.anchor(held)
+
+    def anchor(self, held: Following) -> None:
+        """Encode the weights at hand as an anchor."""
+        manifest = self._manifest
+        if manifest is None or held.run is None or held.step is None:
+            return
+        files, data = [], list[list[bytes]]()
+        for part, weights in held.parts.items():
+            layout = weights.layout
+            if layout is None:
+                return
+            encoder = StepEncoder(layout, None, held.run, self._threads, part if manifest.sharded else None)
+            file, pieces = encoder.anchor(held.step, weights.weights.read)
+            files.append(file)
+            # The weights change before they are written if writing fails: what waits is a copy.
+            data.append([bytes(piece) for piece in pieces])
+        self._take(StepFiles(tuple(files)), data)
+
+    def flush(self, source: Manifest | None, held: Following) -> None:
+        """Write what has been taken, and the manifest."""
+        if source is not None and (self._manifest is None or self._manifest.run != source.run):
+            self._manifest = replace(source, files=())
+        if held.states is not None and self._latest() != held.states:
+            self.anchor(held)
+        manifest = self._manifest
+        if manifest is None or not self._pending:
+            return
+        for stage, data in self._pending:
+            for file, pieces in zip(stage.files, data):
+                self._place.write(file.name, pieces)
+        whole = manifest.plus(file for stage, _ in self._pending for file in stage.files)
+        new = whole.kept(self._keep_anchors)
+        self._place.write(MANIFEST, [new.pack()])
+        self._manifest, self._pending, self._waiting = new, [], 0
+        remove_unlisted(self._place, new, {file.name for file in whole.files})
+
+    def _latest(self) -> tuple[str, ...] | None:
+        if self._pending:
+            return self._pending[-1][0].states
+        stages = self._manifest.stages if self._manifest else ()
+        return stages[-1].states if stages else None
+
+    def _take(self, stage: StepFiles, data: Files) -> None:
+        self._waiting += sum(file.nbytes for file in stage.files)
+        if stage.kind == "anchor" and self._manifest is not None and self._waiting > 2 * self._manifest.nbytes:
+            # After a long outage of the place, the anchor alone.
+            self._pending.clear()
+            self._waiting = sum(file.nbytes for file in stage.files)
+        self._pending.append((stage, data))
+
+    def _overdue(self, source: Manifest) -> bool:
+        """Return whether a late reader would fetch more patches than weights, or very many."""
+        stages = [*(self._manifest.stages if self._manifest else ()), *(stage for stage, _ in self._pending)]
+        patches, nbytes = 0, 0
+        for stage in reversed(stages):
+            if stage.kind == "anchor":
+                break
+            patches, nbytes = patches + 1, nbytes + sum(file.nbytes for file in stage.files)
+        return patches >= _MOST_PATCHES or nbytes > source.nbytes
+
+
+class GroupRelay:
+    """Serves the other ranks of a process group by broadcasts, each update of this rank one of theirs.
+
+    Args:
+        channel: The channel, of whose group this is rank 0.
+        threads: Threads that share the work.
+
+    Raises:
+        IncompatibleError: it is another rank.
+    """
+
+    def __init__(self, channel: GroupChannel, threads: int) -> None:
+        if not channel.is_source:
+            raise IncompatibleError("relay= to a process group is for its rank 0; the other ranks have it as where")
+        self._channel, self._threads = channel, threads
+        self._pending: list[Sequence[Octets | bytes]] = []
+
+    def add(self, source: Manifest, held: Following, stage: StepFiles, data: Files) -> None:
+        """Take files that have just been written to the weights at hand."""
+        if source.sharded or held.sliced:
+            raise IncompatibleError("a process group takes whole tensors: relay pieces to a folder, a URL or a store")
+        self._pending += data
+
+    def flush(self, source: Manifest | None, held: Following) -> None:
+        """Broadcast what has been taken, or an anchor if a rank needs one."""
+        whole = self._channel.wants_anchor(False)
+        files, self._pending = self._pending, []
+        weights = held.parts.get(0)
+        if whole:
+            files = []
+            if weights is not None and weights.layout is not None and held.run is not None and held.step is not None:
+                encoder = StepEncoder(weights.layout, None, held.run, self._threads)
+                files = [encoder.anchor(held.step, weights.weights.read)[1]]
+        self._channel.send(files)
+
+
+def open_relay(where: object, threads: int) -> PlaceRelay | GroupRelay | None:
+    """Return the relay to a place or process group; None for none."""
+    if where is None:
+        return None
+    return GroupRelay(GroupChannel(where), threads) if is_group(where) else PlaceRelay(open_place(where), threads)
