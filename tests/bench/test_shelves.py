@@ -193,7 +193,8 @@ def test_every_method_with_an_exchange_a_step_is_timed() -> None:
     specs = [name.removeprefix("gradwire ") for group in GROUPS for name in group if name.startswith("gradwire ")]
     timed = {type(gw.method(spec)).name for spec in specs}
     wanted = {name for name in gw.methods() if gw.method(name).traits.local_steps <= 1}
-    assert wanted - timed == {"terngrad"}, "TernGrad is in every group"
+    # TernGrad is in every group, and a link exchanges the gradients of AsyncServer's workers as the method inside does.
+    assert wanted - timed == {"terngrad", "async_server"}
 
 
 def slug(heading: str) -> str:
