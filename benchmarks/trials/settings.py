@@ -152,6 +152,10 @@ SETTINGS = {
         "Scheduled(compressor=QSGDinf(), field='levels', start=1, schedule='linear', rounds=100000)",
         "Scheduled(compressor=ErrorFeedback(compressor=TopK()), start=(0.5, 0.1), schedule='step', rounds=3, stages=2)",
     ),
+    "async_server": (
+        "AsyncServer()",
+        "AsyncServer(inner=QSGDinf(block_size=64), staleness=0)",
+    ),
     "hierarchical": (
         "Hierarchical(node_size=1)",
         "Hierarchical(compressor=QSGDinf(block_size=64), node_size=1)",
