@@ -15,6 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import gradwire as gw
 from ranks import _context, _load
 
@@ -22,8 +24,6 @@ WAIT_S = 240.0
 
 
 def _worker_main(path: str, name: str, address: str, secret: str, own: str, args: Any, pipe: Connection) -> None:
-    import torch
-
     torch.set_num_threads(1)
     try:
         pipe.send(("ok", _load(path, name)(address, secret, own, pipe, *args)))
@@ -165,3 +165,10 @@ def die_in_exchange(at: int) -> None:
 
     for name in ("execute", "start"):
         setattr(GlooTransport, name, counting(getattr(GlooTransport, name)))
+
+
+def learn(module: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: list[int]) -> None:
+    """Compute the gradient of random inputs that follow from the first number of a batch."""
+    draw = torch.Generator().manual_seed(1000 * batch[0])
+    optimizer.zero_grad()
+    module(torch.randn(8, 20, generator=draw)).square().mean().backward()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 import gradwire as gw
-from crew import Worker, crew
+from crew import Crew, Worker, crew
 from gradwire.link.membership import state_codec
 from gradwire.link.membership.replay import StepLog, replay
 from gradwire.link.membership.serving_link import LARGE_BYTES
@@ -299,13 +299,19 @@ def test_members_go_on_while_a_newcomer_takes_their_state(spec: str) -> None:
             assert of_c["state_reused_bytes"] > 0
 
 
+def two_and_a_slow_newcomer(workers: Crew, slow_s: float) -> tuple[Worker, Worker, Worker]:
+    """Return two members, and a worker that takes their state slowly and has begun to."""
+    a, b = (workers.start(name, train, "terngrad", 2, {}) for name in "ab")
+    a.reach(3)
+    c = workers.start("c", train, "terngrad", 1, {"slow_s": slow_s})
+    time.sleep(3.0)
+    return a, b, c
+
+
 @pytest.mark.ranks
 def test_a_newcomer_that_ends_while_it_takes_state_disturbs_nobody() -> None:
     with crew() as workers:
-        a, b = (workers.start(name, train, "terngrad", 2, {}) for name in "ab")
-        a.reach(3)
-        c = workers.start("c", train, "terngrad", 1, {"slow_s": 1.0})
-        time.sleep(3.0)
+        a, b, c = two_and_a_slow_newcomer(workers, 1.0)
         c.signal(signal.SIGKILL)
         a.reach(max(a.steps) + 10)
         d = workers.start("d", train, "terngrad", 1, {})
@@ -318,10 +324,7 @@ def test_a_newcomer_that_ends_while_it_takes_state_disturbs_nobody() -> None:
 @pytest.mark.ranks
 def test_a_newcomer_begins_again_when_a_member_that_serves_it_ends() -> None:
     with crew() as workers:
-        a, b = (workers.start(name, train, "terngrad", 2, {}) for name in "ab")
-        a.reach(3)
-        c = workers.start("c", train, "terngrad", 1, {"slow_s": 0.3})
-        time.sleep(3.0)
+        a, b, c = two_and_a_slow_newcomer(workers, 0.3)
         a.signal(signal.SIGKILL)
         c.reach(0)
         b.reach(min(c.steps) + 3)

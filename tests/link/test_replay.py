@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from crew import crew, die_in_exchange
+from crew import crew, die_in_exchange, learn
 from gradwire.link.membership import steps
 from gradwire.link.membership.protocol import Seat
 from gradwire.link.membership.records import Epoch, Member
@@ -53,9 +53,7 @@ def train(membership: gw.Membership, spec: str, goes_on: Callable[[gw.Link], boo
         batch = sampler.draw()
         assert batch is not None
         drawn.append(batch)
-        draw = torch.Generator().manual_seed(1000 * batch[0])
-        optimizer.zero_grad()
-        module(torch.randn(8, 20, generator=draw)).square().mean().backward()
+        learn(module, optimizer, batch)
         before = link.round
         if not local:
             try:

@@ -75,16 +75,20 @@ def test_errors_do_not_add_up(spec: str, tmp_path: Path) -> None:
     assert errors[29] < errors[11] / 4
 
 
-def test_readers_ask_for_it(tmp_path: Path) -> None:
+def published_twice(folder: Path, spec: str) -> tuple[dict[str, torch.Tensor], list[bytes]]:
+    """Return a reader's weights that have received nothing yet, and an anchor and a patch for them."""
     trained = start()
-    publisher = gw.WeightPublisher(trained, tmp_path, lossy="EDEN(bits=4)")
+    publisher = gw.WeightPublisher(trained, folder, lossy=spec)
     publisher.publish(0)
     walk(trained, 0)
     publisher.publish(1)
-    served = zeros(trained)
+    return zeros(trained), [(folder / file.name).read_bytes() for file in manifest(folder).files]
+
+
+def test_readers_ask_for_it(tmp_path: Path) -> None:
+    served, files = published_twice(tmp_path, "EDEN(bits=4)")
     with pytest.raises(gw.IncompatibleError, match=r"rounds differences by EDEN\(bits=4.*lossy=True"):
         gw.WeightSubscriber(served, tmp_path).update()
-    files = [(tmp_path / file.name).read_bytes() for file in manifest(tmp_path).files]
     exact = gw.WeightSubscriber(served, tmp_path / "elsewhere")
     exact.apply(files[0])
     with pytest.raises(gw.IncompatibleError, match="patch from step 0 to step 1 rounds differences"):
@@ -109,14 +113,8 @@ def test_what_is_not_finite_is_sent_exactly(tmp_path: Path) -> None:
 
 
 def test_damaged_patches_are_refused(tmp_path: Path) -> None:
-    trained = start()
-    publisher = gw.WeightPublisher(trained, tmp_path, lossy="TopK(density=0.05)")
-    publisher.publish(0)
-    walk(trained, 0)
-    publisher.publish(1)
-    served = zeros(trained)
+    served, files = published_twice(tmp_path, "TopK(density=0.05)")
     subscriber = gw.WeightSubscriber(served, tmp_path / "elsewhere", lossy=True)
-    files = [(tmp_path / file.name).read_bytes() for file in manifest(tmp_path).files]
     subscriber.apply(files[0])
     before = copies(served)
     for at in range(200, len(files[1]), 397):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.publish.codec import DecodedChunk, in_parallel, sums_of, total_sums
@@ -109,12 +110,10 @@ class HeldWeights:
             spans = layout.spans(chunk.first, chunk.blocks)
             if chunk.kind == LOSSY and not self.lossy:
                 raise IncompatibleError(f"{head.name} rounds differences: {LOSSY_REMEDY}")
-            try:
+            with _naming(head, number):
                 if chunk.kind == LOSSY:
                     return LossyChunk(spans, body, head.run, head.step)
                 return DecodedChunk(chunk.kind, spans, body)
-            except PayloadError as error:
-                raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
 
         if self._verified and head.kind != ANCHOR:
             return lambda: self._replace(head, layout, decode, numbers, threads)
@@ -195,11 +194,8 @@ class HeldWeights:
 
         def replace(number: int) -> tuple[Mapping[int, int], int]:
             chunk = decode(number)
-            try:
-                change = chunk.replace(self.weights.target)
-                return change, chunk.changed
-            except PayloadError as error:
-                raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
+            with _naming(head, number):
+                return chunk.replace(self.weights.target), chunk.changed
 
         results = in_parallel(replace, numbers, threads)
         found = total_sums(known, [change for change, _ in results])
@@ -219,10 +215,8 @@ class HeldWeights:
 
         def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], DecodedChunk | LossyChunk | None, int]:
             chunk = decode(number)
-            try:
+            with _naming(head, number):
                 before, change = ({}, chunk.sums()) if whole else chunk.check(read)
-            except PayloadError as error:
-                raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
             return before, change, chunk if chunk.light else None, chunk.changed
 
         results = in_parallel(check, numbers, threads)
@@ -254,6 +248,15 @@ class HeldWeights:
                 )
         if self.selected is None and changed != head.changed:
             raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")
+
+
+@contextlib.contextmanager
+def _naming(head: PatchHead, number: int) -> Iterator[None]:
+    """Name the patch and the chunk in an error of its content."""
+    try:
+        yield
+    except PayloadError as error:
+        raise PayloadError(f"{head.name}: chunk {number}: {error}") from error
 
 
 def _left_out(head: PatchHead, layout: Layout, selected: frozenset[int] | None) -> list[tuple[int, int]]:

@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -51,6 +50,7 @@ class Future(Generic[T]):
     Args:
         then: Called with the value that the generator returned.
         fail: Called with the exception that the generator or ``then`` raised.
+        ended: Called with this future after that.
 
     Attributes:
         at_once: True if the thread of the lane takes no part in it.
@@ -63,8 +63,9 @@ class Future(Generic[T]):
         then: Callable[[T], object] = _ignore,
         fail: Callable[[Exception], object] = _ignore,
         at_once: bool = False,
+        ended: Callable[[Future[Any]], object] = _ignore,
     ) -> None:
-        self._then, self._fail, self.at_once = then, fail, at_once
+        self._then, self._fail, self._ended, self.at_once = then, fail, ended, at_once
         self._value: Any = None
         self.error: Exception | None = None
         self.done = False
@@ -88,6 +89,7 @@ class Future(Generic[T]):
             # The callbacks hold buckets, and a caller may keep this future.
             self._then = self._fail = _ignore
             self.done = True
+            self._ended(self)
             self._going.release()
 
     def wait(self) -> None:
@@ -148,7 +150,7 @@ class Lane:
         self.name, self._label = name, ""
         self.trace: Trace | None = None
         self._begun = threading.Lock()
-        self._futures: deque[Future[Any]] = deque()
+        self._open: set[Future[Any]] = set()
         self._was_stuck: list[object] = []
         self._given_up = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -182,10 +184,8 @@ class Lane:
                 lane's thread and queue are not used, since switching threads costs more than the exchange of a small
                 bucket. The lane must be idle, or run only such generators.
         """
-        future = Future(then, fail, at_once)
-        while self._futures and self._futures[0].done:
-            self._futures.popleft()
-        self._futures.append(future)
+        future = Future(then, fail, at_once, self._open.discard)
+        self._open.add(future)
         if self._given_up:
             future.end(None, WireError("the connections of this lane were broken off"))
         elif at_once:
@@ -201,7 +201,7 @@ class Lane:
     @property
     def busy(self) -> bool:
         """Whether an exchange has not ended."""
-        return any(not future.done for future in list(self._futures))
+        return bool(self._open)
 
     def abort(self) -> None:
         """Break the connections now, from any thread: what waits for a message raises.
@@ -215,7 +215,7 @@ class Lane:
         """
         for transport in (transports := list((self._transports or {}).values())):
             transport.abort()
-        open_futures = [future for future in list(self._futures) if not future.done]
+        open_futures = list(self._open)
         stuck = [t.awaited for t in transports if t.awaited is not None] + [f for f in open_futures if f.at_once]
         if any(what is before for what in stuck for before in self._was_stuck):
             self._given_up = True

@@ -26,10 +26,9 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
 from gradwire.link.membership import steps as p
-from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.epoch_link import LOOK_S, keep_watch
 from gradwire.link.membership.party import COUNTED, Party
-from gradwire.link.membership.records import Epoch, EpochReport, Member, Request, text_of
+from gradwire.link.membership.records import Epoch, EpochReport, Request, text_of
 from gradwire.link.membership.store_steps import StoreSteps
 from gradwire.link.parameters import named_parameters
 from gradwire.link.round import Mean
@@ -77,17 +76,19 @@ class MembershipLink(StoreSteps):
         group.take_link(self)
         # A newcomer that compiles lets all others wait.
         warm_up(self.method, self.options.backend)
-        self._warm_up_state()
         self._lock = group.lock
-        self._epoch_group: EpochGroup | None = None
+        self._epoch_group = self._broken_s = None
         self._opened = self._in_flight = self._held = False
         self._of: Epoch | None = None
-        self._broken_s: float | None = None
         self._problem: Exception | None = None
         self._starting: Callable[[], Iterable[tuple[Any, Mean]]] = tuple
         self._means: list[tuple[Any, torch.Tensor]] = []
-        self._before = (0, 0, 0)
-        self._asked_s: tuple[float, tuple[Member, ...]] = (-LOOK_S, ())
+        self._before, self._asked_s = (0, 0, 0), (-LOOK_S, ())
+        self._enter()
+
+    def _enter(self) -> None:
+        """Become a member, and watch the others."""
+        self._warm_up_state()
         self._keeper = threading.Thread(
             target=keep_watch, args=(weakref.WeakMethod(self._watch_over),), name="gradwire membership", daemon=True
         )

@@ -9,25 +9,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import ExchangeError, IncompatibleError, LeftOutError
+from gradwire.errors import ExchangeError, LeftOutError
 from gradwire.exchange.drivers import Meetings
 from gradwire.exchange.drivers.transports.in_process import InProcessBackend
-from gradwire.exchange.method import Method
-from gradwire.exchange.planning import LinkOptions
 from gradwire.link.handshake import Terms
 from gradwire.link.membership.board import Board
 from gradwire.link.membership.epoch_group import TIMEOUT, EpochGroup
 from gradwire.link.membership.membership import GRACE_S, SILENCE_S, Membership
 from gradwire.link.membership.membership_link import MembershipLink
-from gradwire.link.membership.party import Party
 from gradwire.link.membership.records import Epoch, EpochReport, Seal
 from gradwire.link.membership.steps import Hand
 from gradwire.link.peers.circle import Circle
 from gradwire.link.round import Mean
-from gradwire.link.site import numbers_in_use, warm_up
+from gradwire.link.site import numbers_in_use
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    pass
 
 T = TypeVar("T")
 
@@ -106,29 +103,10 @@ class ReplayedLink(MembershipLink):
 
     _party: ReplayedMembership
 
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
-        method: str | Method,
-        *,
-        group: Party,
-        lanes: int | None = None,
-        grad_scaler: Any = None,
-        optimizer: Any = None,
-        **options: Unpack[LinkOptions],
-    ) -> None:
-        if not isinstance(group, ReplayedMembership):
-            raise IncompatibleError("gradwire.Link makes this link, on the membership that gradwire.replay passes")
-        self._party, self._seat, self._lock = group, group.seat, group.lock
-        self._ask(list(parameters), method, lanes, grad_scaler, optimizer, options)
-        self._terms = self._checked()
-        group.take_link(self)
-        warm_up(self.method, self.options.backend)
-        self._epoch_group = self._of = self._broken_s = self._problem = None
-        self._opened = self._in_flight = self._held = False
-        order = group.stop(ENTER)
-        self._go(order)
-        group.stop(PROGRAM)
+    def _enter(self) -> None:
+        """Meet the first members that the trace has this worker meet."""
+        self._go(self._party.stop(ENTER))
+        self._party.stop(PROGRAM)
 
     def _take_terms(self, mine: Terms) -> int:
         count = super()._take_terms(mine)
