@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,10 +69,20 @@ def sharded(mesh: DeviceMesh, blocks: int = 2, wrap: bool = True, seed: int = 0,
     return fully_shard(model, mesh=mesh, **options)
 
 
+@cache
+def kept_mesh(*dimensions: tuple[str, int]) -> DeviceMesh:
+    """Return the mesh of the four ranks with some dimensions, the same one each time.
+
+    Every mesh has groups of its own, which last as long as the process, and of which each has a thread that looks for
+    messages a hundred times a second: hundreds of them would take all of the processor.
+    """
+    names, sizes = zip(*dimensions)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
 def meshes() -> tuple[DeviceMesh, DeviceMesh]:
     """Return four ranks in a row, and two replicas of two shards."""
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-    return flat, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return kept_mesh(("shard", 4)), kept_mesh(("replicate", 2), ("shard", 2))
 
 
 def batch(rank: int, step: int, size: int = 4) -> torch.Tensor:

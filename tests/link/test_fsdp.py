@@ -19,6 +19,7 @@ from gradwire.seeds import shard_seed
 from ranks import Ranks, fresh_ranks
 from sharded import (
     batch,
+    kept_mesh,
     local_gradients,
     loss_of,
     mean_of,
@@ -396,7 +397,7 @@ def other_number_of_shards(folder: str) -> str:
 
 def init(flat: DeviceMesh) -> DeviceMesh:
     """Return four replicas of one shard."""
-    return dist.device_mesh.init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    return kept_mesh(("replicate", 4), ("shard", 1))
 
 
 def test_residuals_of_shards_do_not_fit_other_shards(four_ranks: Ranks, tmp_path: Path) -> None:

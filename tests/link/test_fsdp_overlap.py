@@ -17,7 +17,7 @@ import gradwire as gw
 from gradwire.link.adapters.fsdp import IN_FLIGHT
 from gradwire.link.adapters.fsdp_pending import Pending, PendingTensor
 from ranks import Ranks, fresh_ranks
-from sharded import loss_of, meshes, sharded, shards_of
+from sharded import kept_mesh, loss_of, meshes, sharded, shards_of
 
 pytestmark = pytest.mark.ranks
 
@@ -34,10 +34,8 @@ def attached(kind: str, spec: str, **options: Any) -> tuple[Any, gw.Link]:
         "shards": flat,
         "replicas": mesh,
         "replicas by a group": mesh["shard"],
-        "replicas of one shard": None,
+        "replicas of one shard": kept_mesh(("replicate", 4), ("shard", 1)),
     }[kind]
-    if where is None:
-        where = dist.device_mesh.init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     model = sharded(where, **own)
     return model, gw.attach(model, spec, min_numel=256, **options)
 

@@ -39,6 +39,8 @@ class EpochGroup(Group):
         silence_s: Seconds without a sign of life after which a member counts as gone.
     """
 
+    many_stores = True
+
     def __init__(self, epoch: Epoch, place: int, board: Board, silence_s: float) -> None:
         self.epoch, self.place, self._board = epoch, place, board
         self._prefix = f"links/{epoch.number}"

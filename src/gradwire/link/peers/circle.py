@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -148,9 +148,9 @@ class Circle:
     def connected(self, purpose: str, *makes: Callable[[Any], C]) -> list[C]:
         """Make connections between the ranks, without waiting for a rank that has ended (collective call).
 
-        A wait in a store, or for a rank's answer, cannot be interrupted. So each of ``makes`` runs in a thread of its
-        own, all at the same time. If a rank has ended, the threads are abandoned, and end with the group's timeout or
-        the process.
+        A wait in a store, or for a rank's answer, cannot be interrupted. So ``makes`` run in threads of their own: all
+        at the same time if the group has a connection to the store for each. If a rank has ended, the threads are
+        abandoned, and end with the group's timeout or the process.
 
         Args:
             purpose: Purpose of the connections, for messages.
@@ -164,10 +164,10 @@ class Circle:
             prefix = f"gradwire/{self.token}"
             if self._watch is None:
                 return [make(dist.PrefixStore(prefix, self._store)) for make in makes]
-            made: list[Future[C]] = []
-            for make in makes:
-                made.append(Future())
-                words = (made[-1], make, prefix, self._group)
+            made: list[Future[C]] = [Future() for _ in makes]
+            tasks = list(zip(made, makes))
+            for some in [[task] for task in tasks] if self._group.many_stores else [tasks]:
+                words = (some, prefix, self._group)
                 threading.Thread(target=_fulfil, args=words, name="gradwire connections", daemon=True).start()
             try:
                 while True:
@@ -276,15 +276,19 @@ def _never_came(ranks: list[int], here: int) -> str:
     )
 
 
-def _fulfil(made: Future[C], make: Callable[[Any], C], prefix: str, group: Group) -> None:
+def _fulfil(tasks: Sequence[tuple[Future[C], Callable[[Any], C]]], prefix: str, group: Group) -> None:
     try:
         # A wait blocks the store for all other threads. If its host has ended, the backend keeps retrying on the copy.
         store = group.lend_store()
-        found = make(dist.PrefixStore(prefix, store))
-        group.take_back(store)
-        made.set_result(found)
+        for number, (made, make) in enumerate(tasks, 1):
+            found = make(dist.PrefixStore(prefix, store))
+            if number == len(tasks):
+                group.take_back(store)
+            made.set_result(found)
     except Exception as error:
-        made.set_exception(error)
+        for made, _ in tasks:
+            if not made.done():
+                made.set_exception(error)
 
 
 def _close(made: Future[C]) -> None:
