@@ -37,7 +37,6 @@ Residuals and checkpoints
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -370,30 +369,24 @@ def test_what_else_does_not_fit_is_refused_by_name(four_ranks: Ranks) -> None:
             assert sentence in found[case], (case, found[case])
 
 
-def opened(module: nn.Module, spec: str, **options: Any) -> None:
-    """Attach a method, and close its link again when all ranks have connected."""
-    with closing(gw.attach(module, spec, **options)):
-        dist.barrier()
-
-
 def following_advice() -> dict[str, str]:
     """Attach every method to sharded modules, and where one is refused do what the refusal says; return what fails."""
     (flat, mesh), found = meshes(), {}
     for spec in [kind.name for kind in METHODS if kind is not gw.Hierarchical] + ["hierarchical(node_size=1)"]:
-        told = refusal(lambda spec=spec: opened(sharded(flat, blocks=0), spec))
+        told = refusal(lambda spec=spec: gw.attach(sharded(flat, blocks=0), spec).close())
         if "a mesh of two dimensions" in told:
-            found[spec] = refusal(lambda spec=spec: opened(sharded(mesh, blocks=0), spec))
+            found[spec] = refusal(lambda spec=spec: gw.attach(sharded(mesh, blocks=0), spec).close())
         elif "use DistributedDataParallel" in told:
             module = DistributedDataParallel(plain(blocks=0))
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
             given = module, spec
-            found[spec] = refusal(lambda given=given, sgd=optimizer: opened(*given, optimizer=sgd))
+            found[spec] = refusal(lambda given=given, sgd=optimizer: gw.attach(*given, optimizer=sgd).close())
         else:
             found[spec] = told
     for spec in ("EDEN(bits=4)", "errorfeedback"):
-        found[spec] = refusal(lambda spec=spec: opened(sharded(flat, blocks=0), spec))
+        found[spec] = refusal(lambda spec=spec: gw.attach(sharded(flat, blocks=0), spec).close())
     columns = sharded(mesh, blocks=0, shard_placement_fn=lambda p: Shard(1) if p.shape == (VOCABULARY, WIDTH) else None)
-    found["columns"] = refusal(lambda: opened(columns, "qsgd"))
+    found["columns"] = refusal(lambda: gw.attach(columns, "qsgd").close())
     return {case: told for case, told in found.items() if told != "accepted"}
 
 

@@ -78,9 +78,7 @@ def test_local_steps_refuse_an_optimizer_that_steps_a_share_of_the_parameters(
 ) -> None:
     """The ranks broadcast what they have stepped: none has parameters of its own, and nothing is left to exchange."""
     for found in three_ranks(shared_out, spec, how):
-        # A rank that is slow may hear of another's refusal while it connects.
-        assert found.startswith(("IncompatibleError: ", "ExchangeError: ")), found
-        assert "IncompatibleError" in found
+        assert found.startswith("IncompatibleError: "), found
         assert f"{spec.partition('(')[0]}(" in found
         assert "steps only a share of the parameters on each rank" in found
 

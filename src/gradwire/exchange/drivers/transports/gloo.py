@@ -71,6 +71,8 @@ class GlooTransport(Transport):
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
         self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        # A rank that is done may close its connections at once, which would fail others that still make theirs.
+        self._backend.barrier().wait()
         self.rank, self.world_size = rank, world_size
         self._receives: Receives | None = Receives(self._backend, world_size)
         self._reductions = self._operations = 0
