@@ -71,11 +71,14 @@ class GlooTransport(Transport):
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
         self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        # A rank that is done may close its connections at once, which would fail others that still make theirs.
-        self._backend.barrier().wait()
         self.rank, self.world_size = rank, world_size
         self._receives: Receives | None = Receives(self._backend, world_size)
         self._reductions = self._operations = 0
+        self._meet()
+
+    def _meet(self) -> None:
+        """Wait until all ranks are connected: one that closes its connections fails those that still make theirs."""
+        self._wait_for(self._backend.barrier())
 
     def abort(self) -> None:
         break_off(self._backend)
