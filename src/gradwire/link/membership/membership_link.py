@@ -322,11 +322,15 @@ class MembershipLink(StoreSteps, PassingLink):
 
     def _count_repeat(self, error: Exception) -> None:
         """Count a round that broke because of others; raise if it was this worker's own fault."""
+        self._refuse_own(error)
+        self._party.counts["broken_rounds"] += 1
+
+    def _refuse_own(self, error: Exception) -> None:
+        """Raise an error if it was this worker's own fault."""
         own = self._runtime.failures.error
         if own is None or not isinstance(own.__cause__, WireError | PayloadError):
             self.depart()
             raise error
-        self._party.counts["broken_rounds"] += 1
 
     def _rewind(self) -> None:
         """Return to the state before the round."""

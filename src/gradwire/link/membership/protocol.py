@@ -15,6 +15,10 @@ reports were found within a grace, and its first round is the least number of ro
   are gone, each with the gradient that it still has.
 - A member that finds itself left out (it was stopped, or cut off, for longer than the grace) has to come again, and
   receives the state of the others in place of its own.
+
+Under a *quorum* members call the roll before they exchange: each tells all others whether it has a difference to
+contribute, and all decide by the same answers whether the round begins. All members take part in it. Those that still
+compute contribute nothing, and hold its mean as the others do.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from gradwire.link.membership.quorum import Presence, Quorum
 from gradwire.link.membership.records import Epoch, EpochReport, Member, new_id
 from gradwire.link.membership.steps import (
     FIRST,
@@ -39,6 +44,8 @@ from gradwire.link.membership.steps import (
     Propose,
     Put,
     Requests,
+    Rest,
+    Roll,
     StateLost,
     Steps,
     Undo,
@@ -112,14 +119,18 @@ class Seat:
         position: Samples of the data that were handed out, over all members.
         reserve: Samples to hand out to each worker that is taken in, for the round that the others have begun.
         adopted: The latest epochs that it has adopted, the last one last.
+        quorum: The rule by which rounds begin without some members; None: they have all.
+        since: Number of rounds that counted when this member took over the global parameters from which it computes.
     """
 
-    def __init__(self, me: Member) -> None:
-        self.me = me
+    def __init__(self, me: Member, quorum: Quorum | None = None) -> None:
+        self.me, self.quorum = me, quorum
         self.epoch: Epoch | None = None
         self.adopted: deque[Epoch] = deque(maxlen=MOST_ADOPTED)
         self.rounds = self.held = self.position = self.reserve = 0
         self.holds = self.leaving = self.left = False
+        self.since = self._rolls = 0
+        self._contributes = True
         self._changes: tuple[str, ...] | None = None
         self._has_met = False
 
@@ -138,7 +149,7 @@ class Seat:
         """Become another member, without state, in order to come in again."""
         self.me = replace(self.me, id=new_id() if id is None else id)
         self.epoch, self._changes, self._has_met = None, None, False
-        self.rounds = self.held = 0
+        self.rounds = self.held = self.since = 0
         self.holds = self.leaving = False
         self.adopted.clear()
 
@@ -182,7 +193,7 @@ class Seat:
         wanted = self.rounds + 1
         while True:
             words: tuple[Word, ...] | None = None
-            if (yield Exchange(self.rounds)):
+            if (yield from self._exchange()):
                 self.held = wanted
                 words = yield Vote(self.rounds, (yield from self._word()))
             if words is not None:
@@ -241,11 +252,27 @@ class Seat:
 
     # ------------------------------------------------------------------ parts
 
+    def _exchange(self) -> Steps[bool]:
+        """Exchange a round; under a quorum, as soon as there is one."""
+        present: tuple[Presence, ...] | None = ()
+        while self.quorum is not None:
+            present = yield Roll(self.rounds, self.rounds - self.since, self._rolls)
+            self._rolls += 1
+            if present is None:
+                return False
+            if self.quorum.begins(present):
+                self._contributes = present[self.current.ids().index(self.me.id)].weight > 0
+                break
+            yield Rest()
+        exchanged: bool = yield Exchange(self.rounds, present)
+        return exchanged
+
     def _word(self) -> Steps[Word]:
         joins = False
         if self.current.members[0].id == self.me.id:
             joins = bool((yield Requests()))
-        return Word(self.leaving, joins, self.position)
+        # Who leaves has handed in all it has.
+        return Word(self.leaving and self._contributes, joins, self.position)
 
     def _note(self, words: Sequence[Word]) -> Steps[None]:
         """Note the changes that the votes of a round announce; if this member leaves, leave."""
@@ -266,6 +293,8 @@ class Seat:
     def _count(self, rounds: int) -> Steps[None]:
         yield Count(rounds - 1)
         self.rounds = rounds
+        if self._contributes:
+            self.since = rounds
 
     def _recover(self, missed: tuple[str, ...] = ()) -> Steps[None]:
         """Agree with the members that are left on the next epoch, and adopt it."""
@@ -289,6 +318,7 @@ class Seat:
         if self.holds and self.held < epoch.round:
             raise LeftOut
         self.epoch, self._changes, self._has_met = epoch, None, False
+        self._rolls = 0
         self.adopted.append(epoch)
         # The one that took them in may end before it tells them. Founders are named, too: their requests are answered.
         for id in epoch.ids() if epoch.number == 1 else epoch.new:
@@ -306,6 +336,8 @@ class Seat:
             epoch = self.current
             missed: tuple[str, ...] | None = yield Meet(epoch)
             if missed is None:
+                if not self.holds:
+                    self.since = epoch.round
                 self.holds, self.rounds, self.held, self._has_met = True, epoch.round, epoch.round, True
                 return
             yield from self._recover(missed)
