@@ -9,8 +9,8 @@ workers train side by side without an exchange: the sum of their rates is what t
 samples in all
 
 - synchronously: a round waits for all,
-- with a quorum of one: when the fastest worker has taken all its local steps, the others contribute, after their current
-  step, what they have,
+- with a quorum of one: when the fastest worker has taken all its local steps, the others contribute, after their
+  current step, what they have,
 - the same with so little time for that that those in the middle of a step are late, and contribute to a later round.
 
 The loss is that of the global parameters on the held-out tail of the text. The fastest worker keeps them after each of
@@ -105,8 +105,8 @@ def alone(number: int, seed: int, period_s: float, lr: float, seconds: float, pi
 
 
 def member(
-    number: int, seed: int, period_s: float, lr: float, spec: str, samples: int, rule: dict[str, Any], of: dict[str, Any],
-    pipe: Connection,
+    number: int, seed: int, period_s: float, lr: float, spec: str, samples: int, rule: dict[str, Any],
+    of: dict[str, Any], pipe: Connection,
 ) -> None:  # fmt: skip
     """Train over a membership until told to end, or until as many samples were merged."""
     torch.set_num_threads(1)

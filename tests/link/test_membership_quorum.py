@@ -350,6 +350,10 @@ def test_methods_that_cannot_go_on_with_a_quorum_are_refused(spec: str, reason: 
 
 
 def test_a_sampler_in_step_with_all_is_refused_under_a_quorum() -> None:
-    with crew() as workers, gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret, quorum=1) as membership:
-        with pytest.raises(gw.IncompatibleError, match="unlike numbers of steps"):
-            gw.ElasticSampler(100, membership, 4)
+    refused = pytest.raises(gw.IncompatibleError, match="unlike numbers of steps")
+    with (
+        crew() as workers,
+        gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret, quorum=1) as membership,
+        refused,
+    ):
+        gw.ElasticSampler(100, membership, 4)

@@ -254,18 +254,16 @@ class Seat:
 
     def _exchange(self) -> Steps[bool]:
         """Exchange a round; under a quorum, as soon as there is one."""
-        present: tuple[Presence, ...] | None = ()
         while self.quorum is not None:
-            present = yield Roll(self.rounds, self.rounds - self.since, self._rolls)
+            present: tuple[Presence, ...] | None = yield Roll(self.rounds, self.rounds - self.since, self._rolls)
             self._rolls += 1
             if present is None:
                 return False
             if self.quorum.begins(present):
                 self._contributes = present[self.current.ids().index(self.me.id)].weight > 0
-                break
+                return bool((yield Exchange(self.rounds, present)))
             yield Rest()
-        exchanged: bool = yield Exchange(self.rounds, present)
-        return exchanged
+        return bool((yield Exchange(self.rounds)))
 
     def _word(self) -> Steps[Word]:
         joins = False

@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -18,8 +18,8 @@ from gradwire.link.local_steps import LocalSteps
 from gradwire.link.membership import steps as p
 from gradwire.link.membership.membership_link import MembershipLink
 from gradwire.link.membership.quorum import Presence, Quorum, shares
-from gradwire.link.membership.records import Member
 from gradwire.link.membership.quorum_steps import STILL_S, QuorumSteps
+from gradwire.link.membership.records import Member
 from gradwire.link.round import Mean
 from gradwire.methods.feedback.shifts import SHIFTS
 
@@ -61,7 +61,7 @@ class QuorumLink(MembershipLink):
         self._met_s: float | None = None
         self._began_s, self._pause_s = time.monotonic(), LEAST_PAUSE_S
         self._ages: Counter[int] = Counter()
-        self._weights: Counter[str] = Counter()
+        self._weights: defaultdict[str, float] = defaultdict(float)
         super().__init__(*given, **more)
         threading.Thread(
             target=_take_rounds,
