@@ -21,6 +21,7 @@ class Group(ABC):
         timeout: Timeout of a collective.
         has_nccl: True if they can exchange tensors on devices by NCCL.
         device: Device of tensors with tables.
+        explains: True if a rank whose exchange broke waits for the others to tell why; False if their end is no error.
     """
 
     ranks: tuple[int, ...]
@@ -29,6 +30,7 @@ class Group(ABC):
     timeout: timedelta
     has_nccl: bool
     device: torch.device
+    explains: bool = True
 
     @property
     def rank(self) -> int:

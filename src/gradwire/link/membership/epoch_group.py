@@ -34,6 +34,9 @@ class EpochGroup(Group):
         silence_s: Seconds without a sign of life after which a member counts as gone.
     """
 
+    # Members that wait for a reason would report too late to be in the next epoch.
+    explains = False
+
     def __init__(self, epoch: Epoch, place: int, store: Any, silence_s: float) -> None:
         self.epoch, self.place, self.store = epoch, place, store
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT

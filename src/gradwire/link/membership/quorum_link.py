@@ -262,10 +262,11 @@ class QuorumLink(MembershipLink):
         except Exception as error:
             self._refuse_own(error)
             return None
-        if quorum.is_met(present):
-            self._met_s = time.monotonic() if self._met_s is None else self._met_s
-            with turn.changed:
-                turn.called = True
+        if not quorum.is_met(present):
+            self._met_s = None
+        elif self._met_s is None:
+            self._met_s = time.monotonic()
+        self._local.call(self._met_s is not None, self._seat.leaving)
         return present
 
     def _told_by_all(self, mine: Presence) -> tuple[Presence, ...]:

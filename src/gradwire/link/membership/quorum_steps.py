@@ -165,18 +165,27 @@ class QuorumSteps(LocalSteps):
 
     # ------------------------------------------------------------------ the thread that takes rounds
 
-    def begin_round(self, share: float, leaving: bool) -> None:
-        """Note what this member's difference is multiplied by in the round that begins.
+    def call(self, met: bool, leaving: bool) -> None:
+        """Note whether a round waits for those that have not contributed yet."""
+        with self.turn.changed:
+            self.turn.called = met
+            if not met:
+                self._let_go(leaving)
 
-        A worker that was about to contribute what it had, and came too late, goes on to compute.
-        """
+    def begin_round(self, share: float, leaving: bool) -> None:
+        """Note what this member's difference is multiplied by in the round that begins."""
         self._share = share
         with self.turn.changed:
             self.turn.called = False
-            ready = self.turn.ready
-            if not share and ready is not None and not ready.full and not leaving:
-                self.turn.ready = None
-                self.turn.changed.notify_all()
+            if not share:
+                self._let_go(leaving)
+
+    def _let_go(self, leaving: bool) -> None:
+        """Let a worker that was about to contribute what it had, and came too late, go on to compute."""
+        ready = self.turn.ready
+        if ready is not None and not ready.full and not leaving:
+            self.turn.ready = None
+            self.turn.changed.notify_all()
 
     def started(self) -> Started:
         """Start the exchange of all pieces."""
