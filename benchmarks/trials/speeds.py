@@ -220,13 +220,13 @@ def trained(
 def main() -> int:
     """Train in all modes under all seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--periods", type=float, nargs="+", default=[0.1, 0.1, 0.05, 0.025], help="s from step to step")
-    parser.add_argument("--samples", type=int, default=4800 * BATCH, help="in all, under each mode")
+    parser.add_argument("--periods", type=float, nargs="+", default=[0.2, 0.2, 0.1, 0.05], help="s from step to step")
+    parser.add_argument("--samples", type=int, default=3200 * BATCH, help="in all, under each mode")
     parser.add_argument("--every", type=int, default=64)
     parser.add_argument("--inner", default="EDEN(bits=4)")
     parser.add_argument("--lr", type=float, default=2e-3, help="of AdamW")
     parser.add_argument("--alone-s", type=float, default=20.0, help="seconds of training without an exchange")
-    parser.add_argument("--late-s", type=float, nargs=2, default=[0.5, 0.02], help="of the two modes with a quorum")
+    parser.add_argument("--late-s", type=float, nargs=2, default=[0.5, 0.05], help="of the two modes with a quorum")
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
