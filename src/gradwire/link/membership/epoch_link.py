@@ -24,6 +24,8 @@ class EpochLink(Link):
     _party: Party
     _seat: Seat
     _epoch_group: EpochGroup | None
+    _linked: EpochGroup | None = None
+    """The members over which the lanes are open; None while they are not."""
     _broken_s: float | None
     """When the connections of the last epoch were broken; None while they are not."""
 
@@ -44,7 +46,7 @@ class EpochLink(Link):
         """End all connections of this epoch, and everything that uses them."""
         if self._broken_s is None:
             self._broken_s = time.monotonic()
-        group, self._epoch_group = self._epoch_group, None
+        group, self._epoch_group, self._linked = self._epoch_group, None, None
         if self._lanes():
             self._end_lanes()
         if group is not None:

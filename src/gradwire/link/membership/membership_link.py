@@ -219,7 +219,8 @@ class MembershipLink(StoreSteps, PassingLink):
         group = self._epoch_group
         if group is None:
             return
-        lost = group.gone() or (self._opened and self._runtime.failures.circle.lost())
+        # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
+        lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
         if not self._lock.acquire(blocking=False):
             if lost:
                 self._abort()
@@ -358,6 +359,7 @@ class MembershipLink(StoreSteps, PassingLink):
             if state is not None:
                 self._take_values(state)
             self._open(group, again=self._opened)
+            self._linked = group
             if not self._opened:
                 self._begin_once()
                 self._runtime.memory.undoes = self._opened = True
