@@ -238,7 +238,11 @@ class QuorumLink(MembershipLink):
     def _look(self) -> None:
         """Break off a round with members that are gone; the thread that takes rounds agrees with the others."""
         group = self._epoch_group
-        if group is not None and (group.gone() or (self._opened and self._runtime.failures.circle.lost())):
+        if group is None:
+            return
+        # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
+        lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
+        if lost and group is self._epoch_group:
             self._abort()
             self._nudge.set()
 
