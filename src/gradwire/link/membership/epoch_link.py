@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 
-from gradwire.errors import ExchangeError
-from gradwire.exchange.drivers import Lane
+from gradwire.errors import ExchangeError, PayloadError
+from gradwire.exchange.drivers import Lane, WireError
 from gradwire.link.link import Link
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.membership.epoch_group import EpochGroup
@@ -64,3 +65,19 @@ class EpochLink(Link):
     def _group_of(self, epoch: Epoch) -> EpochGroup:
         store = self._party.board.store(f"links/{epoch.number}")
         return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), store, self._party.silence_s)
+
+    def _count_repeat(self, error: Exception) -> None:
+        """Count a round that broke because of others; raise if it was this worker's own fault."""
+        self._refuse_own(error)
+        self._party.counts["broken_rounds"] += 1
+
+    def _refuse_own(self, error: Exception) -> None:
+        """Raise an error if it was this worker's own fault."""
+        own = self._runtime.failures.error
+        if own is None or not isinstance(own.__cause__, WireError | PayloadError):
+            self.depart()
+            raise error
+
+    @abstractmethod
+    def depart(self) -> None:
+        """Leave now, between two rounds."""

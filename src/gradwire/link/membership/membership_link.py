@@ -21,7 +21,6 @@ from gradwire.errors import (
     PayloadError,
     RankMismatchError,
 )
-from gradwire.exchange.drivers import WireError
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
@@ -320,18 +319,6 @@ class MembershipLink(StoreSteps, PassingLink):
             self._count_repeat(error)
             return None
         return tuple(p.Word(bool(leaving), bool(joins), int(position)) for leaving, joins, position in rows)
-
-    def _count_repeat(self, error: Exception) -> None:
-        """Count a round that broke because of others; raise if it was this worker's own fault."""
-        self._refuse_own(error)
-        self._party.counts["broken_rounds"] += 1
-
-    def _refuse_own(self, error: Exception) -> None:
-        """Raise an error if it was this worker's own fault."""
-        own = self._runtime.failures.error
-        if own is None or not isinstance(own.__cause__, WireError | PayloadError):
-            self.depart()
-            raise error
 
     def _rewind(self) -> None:
         """Return to the state before the round."""
