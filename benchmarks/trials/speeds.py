@@ -13,7 +13,7 @@ samples in all
   current step, what they have,
 - the same with so little time for that that those in the middle of a step are late, and contribute to a later round.
 
-The loss is that of the global parameters on the held-out tail of the text. The fastest worker keeps them after each of
+Rows that are in the file already are not measured again. The loss is that of the global parameters on the held-out tail of the text. The fastest worker keeps them after each of
 its contributions, and evaluates them after the training.
 """
 
@@ -240,10 +240,12 @@ def main() -> int:
         "quorum": {**rule, "late_s": given.late_s[0]},
         "quorum, little time": {**rule, "late_s": given.late_s[1]},
     }
-    rows = [row for row in earlier(given.json, "rows") if row["seed"] >= given.seeds]
+    rows = earlier(given.json, "rows")
+    known = {(row["mode"], row["seed"]) for row in rows}
     for seed in range(given.seeds):
-        rates = rates_alone(seed, given)
-        for mode, chosen in modes.items():
+        left = {mode: chosen for mode, chosen in modes.items() if (mode, seed) not in known}
+        rates = rates_alone(seed, given) if left else []
+        for mode, chosen in left.items():
             rows.append(trained(mode, chosen, seed, rates, given))
             print(rows[-1], flush=True)
             write(given.json, rows=rows)

@@ -172,7 +172,7 @@ def train(
     module = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     rule = {key: more[key] for key in ("quorum", "late_s", "staleness") if key in more}
-    times = {"silence_s": 30.0, "grace_s": 3.0}
+    times = {"silence_s": more.get("silence_s", 30.0), "grace_s": 3.0}
     membership = gw.join(address, secret=secret, name=name, least=least, **times, **rule)
     if "quorum" in more:
         watch_rounds(pipe)
@@ -310,6 +310,23 @@ def test_a_worker_lost_while_it_computes_is_left_behind_and_another_comes_in() -
         end(a, c, d)
         assert same_bits(a, b, c, d) > 8
         assert (a.result["lost"], a.result["joined"], a.result["digests_differed"]) == (1, 1, 0)
+
+
+def test_a_worker_that_is_stopped_drops_what_it_has_computed_and_takes_over_the_others_parameters() -> None:
+    rule = {"quorum": 1, "late_s": 0.03, "staleness": 4, "pause_s": 0.05, "silence_s": 4.0}
+    with crew() as workers:
+        a, b, c = begin(workers, "abc", LOCAL_SGD, rule, b={"pause_s": 0.2})
+        contributed(b, 2)
+        b.signal(signal.SIGSTOP)
+        # It may miss four rounds in turn; then the others wait for it until they know that it is gone.
+        c.reach(max(b.steps) + 12)
+        b.signal(signal.SIGCONT)
+        before = len(b.steps)
+        while len(b.steps) < before + 8:
+            b.reach(max(b.steps) + 1)
+        end(a, b, c)
+        assert b.result["left_out"] >= 1
+        assert same_bits(a, b, c) >= 12
 
 
 def test_a_slow_worker_that_leaves_hands_in_what_it_has_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,10 @@ TIMEOUT = timedelta(minutes=30)
 
 ABSENCES = 2.0
 """A member that has not come yet, since it agrees with others or looks for the coordinator, has so much more time."""
+
+
+DESERTED_S = 1.0
+"""Time that a member waits for messages of those that have left the epoch in order."""
 
 
 class EpochGroup(Group):
@@ -42,6 +47,7 @@ class EpochGroup(Group):
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
         self._backend: Any = None
+        self._left_s: float | None = None
         self.watch: Watch | None = None
         if len(self.ranks) > 1:
             self.watch = Watch.of(self)
@@ -65,6 +71,16 @@ class EpochGroup(Group):
     def gone(self) -> bool:
         """Return whether a member has ended or given no sign of life, by its own word or not."""
         return self.watch is not None and self.watch.judge(self.ranks, "", orderly=False) is not None
+
+    def is_deserted(self) -> bool:
+        """Return whether a member ended by its own word so long ago that nothing which it sent is on its way any more.
+
+        Connections do not tell: what is sent to it may wait for ever.
+        """
+        if self.watch is None or self.watch.judge(self.ranks, "") is None:
+            return False
+        self._left_s = time.monotonic() if self._left_s is None else self._left_s
+        return time.monotonic() - self._left_s >= DESERTED_S
 
     def missed(self) -> tuple[str, ...]:
         """Return the ids of members that are gone."""

@@ -221,7 +221,7 @@ class MembershipLink(StoreSteps, PassingLink):
         # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
         lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
         if not self._lock.acquire(blocking=False):
-            if lost:
+            if lost or group.is_deserted():
                 self._abort()
             return
         try:

@@ -242,7 +242,7 @@ class QuorumLink(MembershipLink):
             return
         # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
         lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
-        if lost and group is self._epoch_group:
+        if (lost or group.is_deserted()) and group is self._epoch_group:
             self._abort()
             self._nudge.set()
 

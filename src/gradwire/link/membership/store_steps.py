@@ -48,7 +48,7 @@ class StoreSteps:
     def _awaited(self, key: str) -> Epoch | None:
         group = self._epoch_group
         while True:
-            gone = group is None or group.gone()
+            gone = group is None or group.gone() or group.is_deserted()
             found = self._party.board.get(key, Epoch)
             if found is not None or gone:
                 return found
