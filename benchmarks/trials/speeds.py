@@ -13,8 +13,8 @@ samples in all
   current step, what they have,
 - the same with so little time for that that those in the middle of a step are late, and contribute to a later round.
 
-Rows that are in the file already are not measured again. The loss is that of the global parameters on the held-out tail of the text. The fastest worker keeps them after each of
-its contributions, and evaluates them after the training.
+The loss is that of the global parameters on the held-out tail of the text. The fastest worker keeps them after each of
+its contributions, and evaluates them after the training. Rows that are in the file already are not measured again.
 """
 
 from __future__ import annotations
