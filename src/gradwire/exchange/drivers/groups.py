@@ -24,6 +24,7 @@ class Group(ABC):
         has_nccl: True if they can exchange tensors on devices by NCCL.
         device: Device of tensors with tables.
         meetings: Connects ranks that are threads of one process; None if they are processes, which watch one another.
+        explains: True if a rank whose exchange broke waits for the others to tell why; False if their end is no error.
     """
 
     ranks: tuple[int, ...]
@@ -33,6 +34,7 @@ class Group(ABC):
     has_nccl: bool
     device: torch.device
     meetings: Meetings | None = None
+    explains: bool = True
 
     @property
     def rank(self) -> int:

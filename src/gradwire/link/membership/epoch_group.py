@@ -39,6 +39,9 @@ class EpochGroup(Group):
         silence_s: Seconds without a sign of life after which a member counts as gone.
     """
 
+    # Members that wait for a reason would report too late to be in the next epoch.
+    explains = False
+
     def __init__(self, epoch: Epoch, place: int, board: Board, silence_s: float) -> None:
         self.epoch, self.place, self._board = epoch, place, board
         self._prefix = f"links/{epoch.number}"
