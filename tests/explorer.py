@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from gradwire.link.membership.protocol import Seat
+from gradwire.link.membership.quorum import Presence, Quorum
 from gradwire.link.membership.records import Epoch, Member
 from gradwire.link.membership.steps import (
     FIRST,
@@ -30,6 +31,8 @@ from gradwire.link.membership.steps import (
     Propose,
     Put,
     Requests,
+    Rest,
+    Roll,
     StateLost,
     Step,
     Undo,
@@ -71,6 +74,9 @@ class Case:
         most: Number of faults in one history.
         again: True if a member that was left out comes again, once.
         least: Number of workers that found a training.
+        quorum: Members with which a round goes on; 0: all.
+        staleness: Under a quorum, the largest age of a difference.
+        absences: Under a quorum, how often each member still computes when the roll is called.
     """
 
     founded: str
@@ -80,6 +86,17 @@ class Case:
     most: int = 1
     again: bool = False
     least: int = 1
+    quorum: int = 0
+    staleness: int = 1
+    absences: int = 1
+
+    def rule(self) -> Quorum | None:
+        """Return the rule by which rounds begin."""
+        return Quorum(self.quorum, self.staleness) if self.quorum else None
+
+
+Mean: TypeAlias = tuple[int, frozenset[str]]
+"""A round's outcome: the epoch in which it was exchanged, and the ids of those that contributed."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +106,9 @@ class State:
     Attributes:
         told: For each member, what it was told so far.
         ended: For each member, how it ended; None while it runs.
-        data: For each member, the state that it has: the epoch in which each round was exchanged.
-        draft: For each member, the epoch of the round that it holds and has not applied.
+        data: For each member, the state that it has: for each round the epoch in which it was exchanged, and who
+            contributed.
+        draft: For each member, the same of the round that it holds and has not applied.
         store: Records by key.
         asks: Workers that have asked, in order.
         entered: What members have sent in a phase of an epoch: (epoch, phase, round, id) and the message.
@@ -100,13 +118,13 @@ class State:
 
     told: tuple[tuple[Any, ...], ...]
     ended: tuple[str | None, ...]
-    data: tuple[tuple[int, ...], ...]
-    draft: tuple[int | None, ...]
+    data: tuple[tuple[Mean, ...], ...]
+    draft: tuple[Mean | None, ...]
     store: frozenset[tuple[str, Any]] = frozenset()
     asks: tuple[Member, ...] = ()
     entered: frozenset[tuple[int, str, int, str, Any]] = frozenset()
     gone: frozenset[tuple[int, str]] = frozenset()
-    counted: frozenset[tuple[int, int]] = frozenset()
+    counted: frozenset[tuple[int, Mean]] = frozenset()
     left: int = 0
 
 
@@ -195,7 +213,7 @@ class Explorer:
         """Return what a member asks for after it was told something, its seat, and how it ended."""
         key = (index, told)
         if key not in self._known:
-            seat = Seat(member(self.letters[index]))
+            seat = Seat(member(self.letters[index]), self.case.rule())
             comes = index >= len(self.case.founded)
             if not comes:
                 seat.epoch, seat.holds, seat._has_met = self._first(), True, True
@@ -219,7 +237,7 @@ class Explorer:
         for i in running:
             step, _, _ = self._at(i, state.told[i])
             # These concern the member alone, or only allow others more: their order does not matter.
-            if isinstance(step, Count | Apply | Undo | Break | Hand):
+            if isinstance(step, Count | Apply | Undo | Break | Hand | Rest):
                 yield from self._answered(state, i)
                 return
         for i in running:
@@ -233,6 +251,8 @@ class Explorer:
         told = state.told[i] + (reply,)
         _, seat, end = self._at(i, told)
         made = replace(state, told=_put(state.told, i, told), **changes)
+        if end == "left" and seat.left and self.case.quorum and seat.me.id not in made.data[i][-1][1]:
+            raise Wrong(f"{seat.me.id[0]} leaves by its own word, and has not contributed to its last round")
         if end is not None:
             # The process ends, and its connections with it.
             made = replace(made, ended=_put(made.ended, i, end), gone=made.gone | {(ALL, seat.me.id)})
@@ -277,14 +297,17 @@ class Explorer:
             if len(state.data[i]) != step.round:
                 raise Wrong(f"{me[0]} takes back round {step.round}, which it has applied")
             yield self._tell(state, i, None, draft=_put(state.draft, i, None))
-        elif isinstance(step, Hand):
+        elif isinstance(step, Hand | Rest):
             yield self._tell(state, i, None)
         elif isinstance(step, Meet):
             yield from self._phase(state, i, "meet", 0, state.data[i], gone, step.epoch)
         elif isinstance(step, Exchange):
             if len(state.data[i]) != step.round:
                 raise Wrong(f"{me[0]} exchanges round {step.round} after {len(state.data[i])} rounds")
-            yield from self._phase(state, i, "exchange", step.round, None, gone, seat.current)
+            yield from self._phase(state, i, "exchange", step.round, step.present, gone, seat.current)
+        elif isinstance(step, Roll):
+            self._judge_age(state, i, step)
+            yield from self._phase(state, i, "roll", step.number, None, gone, seat.current)
         elif isinstance(step, Vote):
             yield from self._phase(state, i, "vote", step.round, step.word, gone, seat.current)
 
@@ -294,22 +317,33 @@ class Explorer:
         """Enter a phase with all members of an epoch; then end it, well or not."""
         me = self._at(i, state.told[i])[1].me.id
         known = {id: said for n, p, r, id, said in state.entered if (n, p, r) == (epoch.number, phase, round)}
-        if me not in known and gone and phase == "exchange":
+        broke = {"meet": tuple(sorted(gone - {me})), "exchange": False, "vote": None, "roll": None}[phase]
+        if me not in known and gone and phase in ("exchange", "roll"):
             # It may notice between two rounds.
-            yield self._tell(state, i, False)
+            yield self._tell(state, i, broke)
         if me not in known:
             message = state.data[i] if phase == "meet" else message
-            yield replace(state, entered=state.entered | {(epoch.number, phase, round, me, message)})
+            for said in self._answers(state, i, epoch) if phase == "roll" else (message,):
+                yield replace(state, entered=state.entered | {(epoch.number, phase, round, me, said)})
             return
         if gone:
-            yield self._tell(state, i, {"meet": tuple(sorted(gone - {me})), "exchange": False, "vote": None}[phase])
+            yield self._tell(state, i, broke)
         if set(epoch.ids()) <= set(known):
             yield self._went_well(state, i, phase, known, epoch)
 
     def _went_well(self, state: State, i: int, phase: str, known: dict[str, Any], epoch: Epoch) -> State:
         seat = self._at(i, state.told[i])[1]
+        if phase == "roll":
+            return self._tell(state, i, tuple(known[id] for id in epoch.ids()))
         if phase == "exchange":
-            return self._tell(state, i, True, draft=_put(state.draft, i, epoch.number))
+            present, *others = set(known.values())
+            if others:
+                raise Wrong(f"members of epoch {epoch.number} begin a round by {present} and {others}")
+            late = [member for member in present if member.weight and member.age > self.case.staleness]
+            if late:
+                raise Wrong(f"epoch {epoch.number} merges {late}")
+            merged = {id for id, m in zip(epoch.ids(), present) if m.weight} if present else epoch.ids()
+            return self._tell(state, i, True, draft=_put(state.draft, i, (epoch.number, frozenset(merged))))
         if phase == "vote":
             words: tuple[Word, ...] = tuple(known[id] for id in epoch.ids())
             return self._tell(state, i, words)
@@ -320,13 +354,31 @@ class Explorer:
             raise Wrong(f"epoch {epoch.number} begins with states {state.data[i]} and {source}")
         return self._tell(state, i, None, data=_put(state.data, i, source))
 
+    def _answers(self, state: State, i: int, epoch: Epoch) -> Iterator[Presence]:
+        """Yield what a member may answer to a roll call: it has taken all its steps, or still computes."""
+        step, seat, _ = self._at(i, state.told[i])
+        age = step.age if isinstance(step, Roll) else 0
+        absent = sum(p == "roll" and id == seat.me.id and not said.weight for _, p, _, id, said in state.entered)
+        yield Presence(1.0, True, age, late=True)
+        if absent < self.case.absences:
+            yield Presence(0.0, False, age, late=True)
+
+    def _judge_age(self, state: State, i: int, step: Roll) -> None:
+        """Judge that a member knows since when it computes from the same global parameters."""
+        me = self._at(i, state.told[i])[1].me.id
+        merged = [round for round, (_, ids) in enumerate(state.data[i]) if me in ids]
+        if i < len(self.case.founded) and me.islower():
+            since = merged[-1] + 1 if merged else 0
+            if step.age != len(state.data[i]) - since:
+                raise Wrong(f"{me[0]} says age {step.age} in round {step.round}, and computes since {since}")
+
     def _counted(self, state: State, i: int, step: Count) -> State:
         draft = state.draft[i]
         if draft is None or len(state.data[i]) != step.round:
             raise Wrong(f"round {step.round} counts for a member that does not hold it")
-        other = [epoch for round, epoch in state.counted if round == step.round and epoch != draft]
+        other = [mean for round, mean in state.counted if round == step.round and mean != draft]
         if other:
-            raise Wrong(f"round {step.round} counts as it was exchanged in epochs {draft} and {other}")
+            raise Wrong(f"round {step.round} counts as it was exchanged as {draft} and {other}")
         return self._tell(state, i, None, counted=state.counted | {(step.round, draft)})
 
     def _faulted(self, state: State, i: int) -> Iterator[State]:
@@ -340,8 +392,8 @@ class Explorer:
             yield replace(less, gone=state.gone | {(number, seat.me.id)})
         if LEAVE in self.case.faults and not seat.leaving:
             yield self._told_to_leave(less, i)
-        if SPURIOUS in self.case.faults and isinstance(step, Exchange | Vote | Meet):
-            reply = {Exchange: False, Vote: None, Meet: ()}[type(step)]
+        if SPURIOUS in self.case.faults and isinstance(step, Exchange | Vote | Meet | Roll):
+            reply = {Exchange: False, Vote: None, Meet: (), Roll: None}[type(step)]
             yield self._tell(less, i, reply)
 
     def _told_to_leave(self, state: State, i: int) -> State:
@@ -383,6 +435,13 @@ LARGE = {
     "three, a leave": Case("abc", rounds=2, faults=(LEAVE,)),
     "two steps and a join, one is stopped or cut off": Case("ab", "c", rounds=2, faults=(SUSPECT,)),
     "three found a training": Case("", "abc", rounds=1, faults=(CRASH,), least=2),
+    "three, a quorum of one, a crash": Case("abc", rounds=1, faults=(CRASH,), quorum=1),
+    "two steps with a quorum, one is stopped or cut off": Case("ab", rounds=2, faults=(SUSPECT,), quorum=1),
+    "two steps with a quorum, what one receives is spoilt": Case("ab", rounds=2, faults=(SPURIOUS,), quorum=1),
+    "a step with a quorum, one is stopped and comes again": Case(
+        "ab", rounds=1, faults=(SUSPECT,), quorum=1, again=True
+    ),
+    "three steps with a quorum, two absences, a leave": Case("ab", rounds=3, faults=(LEAVE,), quorum=1, absences=2),
 }
 
 if __name__ == "__main__":

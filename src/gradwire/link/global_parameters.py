@@ -50,10 +50,12 @@ class GlobalParameters:
         pieces: The units of exchange by name: whole parameters, or blocks of rows of one.
         clock: Counts the optimizer's steps.
         held: The global parameters by name of piece, float32, flat in memory order.
+        sends_values: True if workers' own parameters are exchanged, and not differences.
     """
 
     def __init__(self, method: StepsLocally, parameters: Mapping[str, torch.Tensor], workers: int) -> None:
         self.method, self.workers = method, workers
+        self.sends_values = method.exchanges_parameters
         self.pieces: Pieces = cut(parameters, method)
         self.clock = FragmentClock(method.every, method.fragments, method.delay)
         self._arrived: Means | None = None
@@ -89,17 +91,20 @@ class GlobalParameters:
         If the method exchanges parameters, it holds these themselves.
         """
         parts = [flat_view(self.pieces[name]).to(torch.float32) for name in names]
-        if self.method.exchanges_parameters:
+        if self.sends_values:
             return torch.cat(parts)
         return torch.cat([self.held[name] - part for name, part in zip(names, parts)])
 
     @torch.no_grad()
-    def incoming(self, means: Iterable[tuple[Sequence[str], torch.Tensor]], *, replaced: bool = False) -> bool:
+    def incoming(
+        self, means: Iterable[tuple[Sequence[str], torch.Tensor]], *, replaced: bool = False, apart: bool = False
+    ) -> bool:
         """Update the parameters by the means over workers, of all buckets.
 
         Args:
             means: Means of some or all pieces.
             replaced: True to set the worker's own parameters to the global ones, whatever the method does otherwise.
+            apart: True to leave the worker's own parameters as they are.
 
         Returns:
             True if all were finite. If not, the worker's own parameters are set to the old global ones, and nothing
@@ -107,16 +112,19 @@ class GlobalParameters:
         """
         buckets = list(means)
         if not all(bool(torch.isfinite(flat).all()) for _, flat in buckets):
-            self.restore()
+            if not apart:
+                self.restore()
             return False
         for names, flat in buckets:
             for name, part in zip(names, flat.split([self.held[name].numel() for name in names])):
                 held, place = self.held[name], self.pieces[name]
-                mean = part if self.method.exchanges_parameters else held - part
+                mean = part if self.sends_values else held - part
                 # A view of the parameter, or a copy if it has another dtype or gaps.
-                own = flat_view(place).to(torch.float32)
+                own = held.clone() if apart else flat_view(place).to(torch.float32)
                 velocity = None if self._velocity is None else self._velocity[name]
                 self.method.step_(own, held, mean, velocity, self.workers)
+                if apart:
+                    continue
                 if replaced or own.data_ptr() != place.data_ptr():
                     put([place], [held if replaced else own])
         return True

@@ -216,8 +216,7 @@ class Link(LinkState, LocalStepsUser):
     def _begin_once(self) -> None:
         """Count the optimizer's steps, and register the link; once in its life."""
         if self.method.traits.local_steps:
-            most = 4 * self.options.chunk_numel
-            self._local = LocalSteps(self.method, self._parameters, most, self, self._channel, self.grad_scaler)
+            self._local = self._local_steps(4 * self.options.chunk_numel)
         unbind = (self._local or self.method).bind(self.optimizer, self._parameters)
         compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
         self._compressed = compressed
@@ -232,6 +231,10 @@ class Link(LinkState, LocalStepsUser):
             register(self)
         if self.world_size == 1:
             self._warnings.once("one rank", caution_alone(self.method))
+
+    def _local_steps(self, most: int) -> LocalSteps:
+        """Make what counts the optimizer's steps; ``most`` is the largest number of elements of a bucket."""
+        return LocalSteps(self.method, self._parameters, most, self, self._channel, self.grad_scaler)
 
     # ------------------------------------------------------------------ exchanging
 

@@ -73,6 +73,18 @@ class LocalStepsUser:
         """
         self.local.synchronise()
 
+    def weigh(self, samples: float) -> None:
+        """Count samples, or tokens, of this worker's current step: the next difference is weighted by their sum.
+
+        For a membership that goes on with a quorum, ``gradwire.join(..., quorum=...)``. Call it before every step, on
+        all members, or not at all: then the weight is the number of local steps.
+
+        Raises:
+            IncompatibleError: the method exchanges gradients, or all ranks have the same weight.
+            HyperparameterError: the number is not above 0.
+        """
+        self.local.weigh(samples)
+
     def global_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters are the global ones, the same on all ranks.
 
@@ -182,6 +194,10 @@ class LocalSteps:
         mean = self._mean_parameters()
         return swapped([*self._named.values(), *self.buffers], [*mean, *self._mean_buffers()])
 
+    def weigh(self, samples: float) -> None:
+        """Refuse: see :meth:`LocalStepsUser.weigh`."""
+        raise IncompatibleError("all ranks have the same weight here: gradwire.join(..., quorum=...) has unlike ones")
+
     def _begin(self, names: Sequence[str]) -> int:
         """Start the exchange of some pieces, and return their number of elements."""
         link = self._link()
@@ -209,9 +225,13 @@ class LocalSteps:
         self._refuse()
         buckets = own_buckets({name: self.parameters.pieces[name] for name in names}, self._most)
         return [
-            (names, link.begin(i, names, self.parameters.outgoing(names), i == len(buckets) - 1))
+            (names, link.begin(i, names, self._outgoing(names), i == len(buckets) - 1))
             for i, names in enumerate(buckets)
         ]
+
+    def _outgoing(self, names: Sequence[str]) -> torch.Tensor:
+        """Return the bucket of some pieces to send."""
+        return self.parameters.outgoing(names)
 
     def _end(self, fragment: int) -> None:
         """Wait for the exchange in flight, and apply it."""

@@ -30,6 +30,7 @@ class Group(ABC):
         device: Device of tensors with tables.
         many_stores: True if connections to the store are there for each thread; otherwise a link makes one.
         meetings: Connects ranks that are threads of one process; None if they are processes, which watch one another.
+        explains: True if a rank whose exchange broke waits for the others to tell why; False if their end is no error.
     """
 
     ranks: tuple[int, ...]
@@ -40,6 +41,7 @@ class Group(ABC):
     device: torch.device
     many_stores: bool = False
     meetings: Meetings | None = None
+    explains: bool = True
 
     @property
     def rank(self) -> int:

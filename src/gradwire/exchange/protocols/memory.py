@@ -52,10 +52,13 @@ class Memory:
     Attributes:
         undoes: True if :meth:`undo` can return to the state at the last :meth:`begin`. It costs nothing, unless a
             method commits twice in a round.
+        sits_out: True while this rank takes part with zeros that are not its own: vectors and values of this rank alone
+            read as zeros and do not change, so that nothing of them is sent. What all ranks hold changes as on the
+            others.
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        self._device, self.undoes = device, False
+        self._device, self.undoes, self.sits_out = device, False, False
         self._values_before: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._banks: dict[tuple[str, tuple[str, ...]], _Bank] = {}
@@ -73,14 +76,15 @@ class Memory:
 
         It includes dense segments, whose values are not kept.
         """
-        return self._bank(kind, segments, replicated, dtype).held
+        held = self._bank(kind, segments, replicated, dtype).held
+        return torch.zeros_like(held) if self._is_spared(kind) else held
 
     def stage(
         self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Return the staged vector, of the same layout, to be filled completely."""
         bank = self._bank(kind, segments, replicated, dtype)
-        bank.changed = True
+        bank.changed = not self._is_spared(kind)
         if bank.before is bank.staged:
             bank.staged = torch.zeros_like(bank.staged)
         return bank.staged
@@ -119,6 +123,8 @@ class Memory:
 
     def stage_value(self, name: str, value: torch.Tensor, *, own: bool = False) -> None:
         """Stage a value; it is the same on all ranks unless it is this rank's ``own``."""
+        if own and self.sits_out:
+            return
         self._staged_values[name] = value
         if own:
             self._own_values.add(name)
@@ -200,6 +206,9 @@ class Memory:
     def _held(self, key: tuple[str, str]) -> torch.Tensor | None:
         home = self._home.get(key)
         return self._loaded.get(key) if home is None else home[0].held[home[1] : home[1] + home[2]]
+
+    def _is_spared(self, kind: str) -> bool:
+        return self.sits_out and kind not in self._replicated
 
     def _scope(self, kind: str) -> str:
         return "replicated" if kind in self._replicated else "rank"

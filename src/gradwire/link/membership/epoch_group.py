@@ -40,6 +40,8 @@ class EpochGroup(Group):
     """
 
     many_stores = True
+    # Members that wait for a reason would report too late to be in the next epoch.
+    explains = False
 
     def __init__(self, epoch: Epoch, place: int, board: Board, silence_s: float) -> None:
         self.epoch, self.place, self._board = epoch, place, board

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-from gradwire.errors import ExchangeError
-from gradwire.exchange.drivers import Lane
+from gradwire.errors import ExchangeError, PayloadError
+from gradwire.exchange.drivers import Lane, WireError
 from gradwire.link.link import Link
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.membership.epoch_group import EpochGroup
@@ -90,6 +91,22 @@ class EpochLink(Link):
 
     def _look(self) -> None:
         """Look for what has changed."""
+
+    def _count_repeat(self, error: Exception) -> None:
+        """Count a round that broke because of others; raise if it was this worker's own fault."""
+        self._refuse_own(error)
+        self._party.counts["broken_rounds"] += 1
+
+    def _refuse_own(self, error: Exception) -> None:
+        """Raise an error if it was this worker's own fault."""
+        own = self._runtime.failures.error
+        if own is None or not isinstance(own.__cause__, WireError | PayloadError):
+            self.depart()
+            raise error
+
+    @abstractmethod
+    def depart(self) -> None:
+        """Leave now, between two rounds."""
 
 
 def keep_watch(look: weakref.WeakMethod[Callable[[], threading.Condition | None]]) -> None:

@@ -9,17 +9,19 @@ import weakref
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
-from gradwire.errors import HyperparameterError
+from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.method import is_number, is_whole, require
 from gradwire.link.membership.board import PATIENCE_S, Board, address_of
 from gradwire.link.membership.membership_link import MembershipLink
 from gradwire.link.membership.party import Party
+from gradwire.link.membership.quorum import STALENESS, Quorum
+from gradwire.link.membership.quorum_link import QuorumLink
 from gradwire.link.membership.trace import MembershipTrace
 
 SECRET = "GRADWIRE_SECRET"
 """Variable with the secret."""
 
-GRACE_S, SILENCE_S = 1.0, 5.0
+GRACE_S, SILENCE_S, LATE_S = 1.0, 5.0, 1.0
 
 
 class Membership(Party):
@@ -28,8 +30,10 @@ class Membership(Party):
     It is a context manager, at whose end the worker leaves.
     """
 
-    link_type = MembershipLink
-    """The kind of link that ``gradwire.Link`` makes on it."""
+    @property
+    def link_type(self) -> type[MembershipLink]:
+        """The kind of link that ``gradwire.Link`` makes on it."""
+        return MembershipLink if self.seat.quorum is None else QuorumLink
 
     @property
     def name(self) -> str:
@@ -72,8 +76,10 @@ class Membership(Party):
         """Return who took part in which rounds so far, since the training began; see :func:`gradwire.replay`.
 
         Raises:
-            IncompatibleError: this worker has not been a member yet.
+            IncompatibleError: this worker has not been a member yet, or rounds go on with a quorum.
         """
+        if self.seat.quorum is not None:
+            raise IncompatibleError("a trace does not tell which members a quorum's rounds went on without")
         with self.lock:
             return MembershipTrace.of(self.seat.history)
 
@@ -104,6 +110,9 @@ def join(
     grace_s: float = GRACE_S,
     silence_s: float = SILENCE_S,
     patience_s: float = PATIENCE_S,
+    quorum: int | None = None,
+    late_s: float = LATE_S,
+    staleness: int = STALENESS,
     signals: Sequence[signal.Signals] = (signal.SIGTERM,),
 ) -> Membership:
     """Join a training whose workers come and go.
@@ -133,6 +142,13 @@ def join(
         silence_s: Seconds without a sign of life after which a member counts as gone: stopped, or cut off. The end of
             a process is noticed at once.
         patience_s: Seconds that this worker waits to be taken in, and that the coordinator may be away.
+        quorum: For methods with local steps: number of members that have taken all their local steps, with which a
+            round goes on. The others are asked to contribute, after their current step, what they have; those that
+            still compute ``late_s`` later contribute to a later round. Means are weighted by numbers of local steps, or
+            by what :meth:`gradwire.Link.weigh` was told. None: a round waits for all members. The same on all members.
+        late_s: Seconds that a round waits for further members when there is a quorum; the first member's counts.
+        staleness: Largest number of rounds in turn that a member may miss: when it would miss one more, the others wait
+            for it. With 0 a round waits for all, but for none longer than one local step. The same on all members.
         signals: Signals after which the worker leaves by its own word, if this is the main thread.
 
     Raises:
@@ -142,14 +158,15 @@ def join(
     """
     host, port = address_of(address)
     require(is_whole(least, 1), "least", f"a whole number of at least 1 is needed, not {least!r}")
-    times = {"grace_s": grace_s, "silence_s": silence_s, "patience_s": patience_s}
+    times = {"grace_s": grace_s, "silence_s": silence_s, "patience_s": patience_s, "late_s": late_s}
     for field, value in times.items():
         require(is_number(value, above=0), field, f"a number of seconds above 0 is needed, not {value!r}")
+    rule = None if quorum is None else Quorum(quorum, staleness)
     secret = os.environ.get(SECRET) if secret is None else secret
     if secret is None:
         raise HyperparameterError(f"secret: none was given, and {SECRET} is not set: take the coordinator's")
     board = Board(host, port, secret, patience_s)
-    made = Membership(board, name=name, least=least, **times)
+    made = Membership(board, name=name, least=least, quorum=rule, **times)
     if threading.current_thread() is threading.main_thread():
         for number in signals:
             _leave_on(made, number)

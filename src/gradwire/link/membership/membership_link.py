@@ -21,7 +21,6 @@ from gradwire.errors import (
     PayloadError,
     RankMismatchError,
 )
-from gradwire.exchange.drivers import WireError
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
@@ -331,14 +330,6 @@ class MembershipLink(StoreSteps):
             self._count_repeat(error)
             return None
         return tuple(p.Word(bool(a), bool(b), int(position), bool(c)) for a, b, position, c in rows)
-
-    def _count_repeat(self, error: Exception) -> None:
-        """Count a round that broke because of others; raise if it was this worker's own fault."""
-        own = self._runtime.failures.error
-        if own is None or not isinstance(own.__cause__, WireError | PayloadError):
-            self.depart()
-            raise error
-        self._party.counts["broken_rounds"] += 1
 
     def _rewind(self) -> None:
         """Return to the state before the round."""

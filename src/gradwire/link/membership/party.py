@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from gradwire.errors import IncompatibleError
 from gradwire.link.membership.board import Board
 from gradwire.link.membership.protocol import Seat
+from gradwire.link.membership.quorum import Quorum
 from gradwire.link.membership.records import MOST_NAME, Epoch, Member, new_id
 
 HISTORY = "(history)"
@@ -88,6 +89,8 @@ class Party:
         grace_s: Time that members wait for one another's reports when an epoch has ended.
         silence_s: Time without a sign of life after which a member counts as gone.
         patience_s: Time that a worker waits to be taken in.
+        quorum: The rule by which rounds begin without some members; None: they have all.
+        late_s: Under a quorum, time that the first member waits for further ones.
 
     Attributes:
         seat: The place of this worker.
@@ -107,11 +110,13 @@ class Party:
         grace_s: float,
         silence_s: float,
         patience_s: float,
+        quorum: Quorum | None = None,
+        late_s: float = 0.0,
     ) -> None:
-        self.board, self.least = board, least
+        self.board, self.least, self.late_s = board, least, late_s
         self.grace_s, self.silence_s, self.patience_s = grace_s, silence_s, patience_s
         told = f"{socket.gethostname()}:{os.getpid()}" if name is None else name
-        self.seat = Seat(Member(new_id(), "".join(c for c in told if c.isprintable())[:MOST_NAME]))
+        self.seat = Seat(Member(new_id(), "".join(c for c in told if c.isprintable())[:MOST_NAME]), quorum)
         self.carried: dict[str, Stateful] = {}
         self.changes: deque[MemberChange] = deque(maxlen=MOST_CHANGES)
         self.counts: Counter[str] = Counter()

@@ -15,6 +15,10 @@ reports were found within a grace, and its first round is the least number of ro
   are gone, each with the gradient that it still has.
 - A member that finds itself left out (it was stopped, or cut off, for longer than the grace) has to come again, and
   receives the state of the others in place of its own.
+
+Under a *quorum* members call the roll before they exchange: each tells all others whether it has a difference to
+contribute, and all decide by the same answers whether the round begins. All members take part in it. Those that still
+compute contribute nothing, and hold its mean as the others do.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from gradwire.link.membership.quorum import Presence, Quorum
 from gradwire.link.membership.records import Epoch, EpochReport, Member, new_id
 from gradwire.link.membership.steps import (
     FIRST,
@@ -39,6 +44,8 @@ from gradwire.link.membership.steps import (
     Propose,
     Put,
     Requests,
+    Rest,
+    Roll,
     Serve,
     StateLost,
     Steps,
@@ -117,16 +124,20 @@ class Seat:
         adopted: The latest epochs that it has adopted, the last one last.
         history: All epochs that it knows of, for a trace.
         parted: Ids of members that leave with the next epoch, and whose unsent parts were handed over.
+        quorum: The rule by which rounds begin without some members; None: they have all.
+        since: Number of rounds that counted when this member took over the global parameters from which it computes.
     """
 
-    def __init__(self, me: Member) -> None:
-        self.me = me
+    def __init__(self, me: Member, quorum: Quorum | None = None) -> None:
+        self.me, self.quorum = me, quorum
         self.epoch: Epoch | None = None
         self.adopted: deque[Epoch] = deque(maxlen=MOST_ADOPTED)
         self.history = History()
         self.parted: tuple[str, ...] = ()
         self.rounds = self.held = self.position = self.reserve = 0
         self.holds = self.leaving = self.left = self.offers = False
+        self.since = self._rolls = 0
+        self._contributes = True
         self._changes: tuple[str, ...] | None = None
         self._has_met = self._serves = False
 
@@ -145,7 +156,7 @@ class Seat:
         """Become another member, without state, in order to come in again."""
         self.me = replace(self.me, id=new_id() if id is None else id)
         self.epoch, self._changes, self._has_met = None, None, False
-        self.rounds = self.held = 0
+        self.rounds = self.held = self.since = 0
         self.holds = self.leaving = self.offers = self._serves = False
         self.adopted.clear()
         self.history, self.parted = History(), ()
@@ -190,7 +201,7 @@ class Seat:
         wanted = self.rounds + 1
         while True:
             words: tuple[Word, ...] | None = None
-            if (yield Exchange(self.rounds)):
+            if (yield from self._exchange()):
                 self.held = wanted
                 words = yield Vote(self.rounds, (yield from self._word()))
             if words is not None:
@@ -252,11 +263,25 @@ class Seat:
 
     # ------------------------------------------------------------------ parts
 
+    def _exchange(self) -> Steps[bool]:
+        """Exchange a round; under a quorum, as soon as there is one."""
+        while self.quorum is not None:
+            present: tuple[Presence, ...] | None = yield Roll(self.rounds, self.rounds - self.since, self._rolls)
+            self._rolls += 1
+            if present is None:
+                return False
+            if self.quorum.begins(present):
+                self._contributes = present[self.current.ids().index(self.me.id)].weight > 0
+                return bool((yield Exchange(self.rounds, present)))
+            yield Rest()
+        return bool((yield Exchange(self.rounds)))
+
     def _word(self) -> Steps[Word]:
         joins = False
         if self.current.members[0].id == self.me.id:
             joins = bool((yield Requests()))
-        return Word(self.leaving, joins, self.position, self.offers)
+        # Who leaves has handed in all it has.
+        return Word(self.leaving and self._contributes, joins, self.position, self.offers)
 
     def _note(self, words: Sequence[Word]) -> Steps[None]:
         """Note the changes that the votes of a round announce; if this member leaves, leave."""
@@ -279,6 +304,8 @@ class Seat:
     def _count(self, rounds: int) -> Steps[None]:
         yield Count(rounds - 1)
         self.rounds = rounds
+        if self._contributes:
+            self.since = rounds
 
     def _recover(self, missed: tuple[str, ...] = ()) -> Steps[None]:
         """Agree with the members that are left on the next epoch, and adopt it."""
@@ -302,6 +329,7 @@ class Seat:
         if self.holds and self.held < epoch.round:
             raise LeftOut
         self.epoch, self._changes, self._has_met = epoch, None, False
+        self._rolls = 0
         self.adopted.append(epoch)
         self.history.add(epoch, self.parted)
         self.parted = ()
@@ -321,6 +349,8 @@ class Seat:
             epoch = self.current
             missed: tuple[str, ...] | None = yield Meet(epoch)
             if missed is None:
+                if not self.holds:
+                    self.since = epoch.round
                 self.holds, self.rounds, self.held, self._has_met = True, epoch.round, epoch.round, True
                 return
             yield from self._recover(missed)

@@ -183,13 +183,16 @@ class ReplayedLink(MembershipLink):
 class ReplayedMembership(Membership):
     """The membership of a worker in a replay; :func:`gradwire.replay` makes one for each."""
 
-    link_type = ReplayedLink
-
     def __init__(self, name: str, stop: Callable[[str], Any]) -> None:
         self.records = ReplayBoard()
         super().__init__(self.records, name=name, least=1, grace_s=GRACE_S, silence_s=SILENCE_S, patience_s=GRACE_S)
         self.stop = stop
         self.meetings = Meetings(1)
+
+    @property
+    def link_type(self) -> type[ReplayedLink]:
+        """The kind of link that ``gradwire.Link`` makes on it."""
+        return ReplayedLink
 
     def leave(self) -> None:
         """Do nothing: the trace says when a worker leaves."""

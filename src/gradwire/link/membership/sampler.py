@@ -40,6 +40,7 @@ class ElasticSampler:
 
     Raises:
         HyperparameterError: a value is wrong.
+        IncompatibleError: the membership goes on with a quorum, under which members take unlike numbers of steps.
     """
 
     def __init__(
@@ -49,6 +50,11 @@ class ElasticSampler:
         require(is_whole(batch_size, 1), "batch_size", f"a whole number of at least 1 is needed, not {batch_size!r}")
         require(passes is None or is_whole(passes, 1), "passes", f"a whole number is needed, or None, not {passes!r}")
         check_seed(seed)
+        if membership.seat.quorum is not None:
+            raise IncompatibleError(
+                "under a quorum members take unlike numbers of steps, and ElasticSampler shares out equal ones: draw "
+                "samples by membership.seat.me.id, each worker for itself"
+            )
         self.length, self.batch_size, self.seed, self.passes = length, batch_size, seed, passes
         self._party, self._seat = membership, membership.seat
         self.position = 0

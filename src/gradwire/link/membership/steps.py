@@ -6,6 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from gradwire.link.membership.quorum import Presence
 from gradwire.link.membership.records import Epoch, EpochReport, Member
 
 FIRST = "epoch/1"
@@ -96,10 +97,38 @@ class Meet:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Exchange a round; the reply is True if this member holds its outcome."""
+class Roll:
+    """Tell all members what this one could contribute to a round; under a quorum.
+
+    The reply is a tuple with the answer of each, by rank, or None if one is missing.
+
+    Attributes:
+        round: The round.
+        age: Rounds since the global parameters from which this member computes.
+        number: Number of the roll call in its epoch, counted from 0.
+    """
 
     round: int
+    age: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Wait for a short time before the next roll call."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Exchange a round; the reply is True if this member holds its outcome.
+
+    Attributes:
+        round: The round.
+        present: Under a quorum, the answers of all members to the roll call: who contributes, and with what weight.
+    """
+
+    round: int
+    present: tuple[Presence, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,6 +199,8 @@ Step: TypeAlias = (
     | Founders
     | Requests
     | Meet
+    | Roll
+    | Rest
     | Exchange
     | Vote
     | Count

@@ -78,6 +78,7 @@ class Circle:
         self._group, self._store = group, group.store
         self._depends = {*self.ranks, *beside} - {self.rank}
         self._watch = Watch.of(group) if self._depends and group.meetings is None else None
+        self._is_patient = group.explains
         self._lost_s: float | None = None
         self._break_off: Callable[[], Callable[[], object] | None] = _nothing
         if self._watch is not None:
@@ -220,11 +221,12 @@ class Circle:
                 # Ranks that hear both ends of a silence wait for these to tell them.
                 patience_s = ORDER_S if in_order or silent_s else PATIENCE_S if met else STRANGE_S
                 left_s = began_s + patience_s - time.monotonic()
-                if left_s <= 0:
+                if left_s <= 0 or not self._is_patient:
                     break
                 watch.changed.wait(left_s)
             else:
-                watch.changed.wait(SETTLE_S)
+                if self._is_patient:
+                    watch.changed.wait(SETTLE_S)
             found = watch.judge(self._depends, self.token, elsewhere_since_s=began_s - RECENT_S)
         return found or self._of_the_quiet(watch, silent_s)
 
