@@ -138,7 +138,13 @@ class Site:
             f"gradwire lane {number}",
             order,
             scopes,
-            connect=connector(self.transport, self.device, self.placement.on_device, self.checks),
+            connect=connector(
+                self.transport,
+                self.device,
+                self.placement.on_device,
+                self.checks,
+                self.group.key(f"lane {number}"),
+            ),
         )
 
     def terms(self) -> dict[str, object]:

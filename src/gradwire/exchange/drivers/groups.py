@@ -21,6 +21,7 @@ class Group(ABC):
         timeout: Timeout of a collective.
         has_nccl: True if they can exchange tensors on devices by NCCL.
         device: Device of tensors with tables.
+        tables: Number of tables that they have told one another so far, where they have a key.
     """
 
     ranks: tuple[int, ...]
@@ -29,6 +30,7 @@ class Group(ABC):
     timeout: timedelta
     has_nccl: bool
     device: torch.device
+    tables: int = 0
 
     @property
     def rank(self) -> int:
@@ -39,6 +41,10 @@ class Group(ABC):
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def key(self, purpose: str) -> bytes:
+        """Return the key of a purpose, which these ranks alone know; empty if their messages have no keyed digest."""
+        return b""
 
     @abstractmethod
     def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:

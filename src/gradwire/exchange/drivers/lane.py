@@ -163,7 +163,8 @@ class Lane:
         scopes: Sequence[Scope] = (),
         connect: Connect = GlooTransport,
     ) -> None:
-        self._transports: dict[Scope | None, Transport] | None = {None: connect(store, rank, world_size, timeout)}
+        among_all = connect(store, rank, world_size, timeout)
+        self._transports: dict[Scope | None, Transport] | None = {None: among_all}
         for scope in scopes:
             place, size = scope.place(rank)
             its_store = dist.PrefixStore(f"{scope.name}/{scope.ranks(rank)[0]}", store)
@@ -171,7 +172,7 @@ class Lane:
         self.rank, self.world_size = rank, world_size
         self._turns, self._ticket = turns or TransferOrder(), 0
         self._turn_s = 0.0
-        self.meter = Meter(rank)
+        self.meter, self._starts = Meter(rank, among_all.keyed_bytes), among_all.starts
         self.name, self._label = name, ""
         self.trace: Trace | None = None
         self._begun = threading.Lock()
@@ -204,10 +205,11 @@ class Lane:
                 the connections are closed.
             at_once: Start on the calling thread, and end on the backend's, for a generator with one collective. The
                 lane's thread and queue are not used, since switching threads costs more than the exchange of a small
-                bucket. The lane must be idle, or run only such generators.
+                bucket. The lane must be idle, or run only such generators. Where the transport cannot start so, the
+                generator waits in the queue as any other.
         """
         future = Future(then, fail)
-        if at_once:
+        if at_once and self._starts:
             self._start(generator, future)
         else:
             self._jobs.put((self._turns.take(), label, wait, [first, generator] if first else [generator], future))
@@ -355,7 +357,8 @@ class Lane:
             if self._turn_s:
                 self.trace.add(self.name, "wait for turn", began_s, began, self._label)
             kind = "send rows" if large(op) else "small message"
-            sent_bytes, detail = op_bytes(op, self.world_size, self.rank)[0], f"{self._label}, {type(op).__name__}"
+            sent_bytes = op_bytes(op, self.world_size, self.rank, self.meter.keyed_bytes)[0]
+            detail = f"{self._label}, {type(op).__name__}"
             self.trace.add(self.name, kind, began, time.perf_counter(), detail, sent_bytes)
         return reply
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.exchange.digests import digest_of
 from gradwire.exchange.drivers import Group, break_off
 from gradwire.link.membership.records import Epoch
 from gradwire.link.peers.circle import Circle
@@ -32,10 +33,11 @@ class EpochGroup(Group):
         place: Place of this member in it.
         store: Store for this epoch alone.
         silence_s: Seconds without a sign of life after which a member counts as gone.
+        key: Key of this epoch, which its members alone know; empty: their messages have no keyed digests.
     """
 
-    def __init__(self, epoch: Epoch, place: int, store: Any, silence_s: float) -> None:
-        self.epoch, self.place, self.store = epoch, place, store
+    def __init__(self, epoch: Epoch, place: int, store: Any, silence_s: float, key: bytes = b"") -> None:
+        self.epoch, self.place, self.store, self._key = epoch, place, store, key
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
         self._backend: Any = None
@@ -58,6 +60,9 @@ class EpochGroup(Group):
 
     def _made(self, store: Any) -> list[_Backend]:
         return [_Backend(dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout))]
+
+    def key(self, purpose: str) -> bytes:
+        return digest_of(purpose.encode(), self._key) if self._key else b""
 
     def gone(self) -> bool:
         """Return whether a member has ended or given no sign of life, by its own word or not."""

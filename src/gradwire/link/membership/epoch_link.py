@@ -60,5 +60,7 @@ class EpochLink(Link):
         self._round = self._step = None
 
     def _group_of(self, epoch: Epoch) -> EpochGroup:
-        store = self._party.board.store(f"links/{epoch.number}")
-        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), store, self._party.silence_s)
+        party = self._party
+        store = party.board.store(f"links/{epoch.number}")
+        key = party.board.seal.key_of(f"epoch {epoch.digest()}") if party.keyed else b""
+        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), store, party.silence_s, key)

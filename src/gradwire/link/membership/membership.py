@@ -88,6 +88,7 @@ def join(
     grace_s: float = GRACE_S,
     silence_s: float = SILENCE_S,
     patience_s: float = PATIENCE_S,
+    keyed: bool = True,
     signals: Sequence[signal.Signals] = (signal.SIGTERM,),
 ) -> Membership:
     """Join a training whose workers come and go.
@@ -117,6 +118,9 @@ def join(
         silence_s: Seconds without a sign of life after which a member counts as gone: stopped, or cut off. The end of
             a process is noticed at once.
         patience_s: Seconds that this worker waits to be taken in, and that the coordinator may be away.
+        keyed: True: every message between members carries a digest under the secret (BLAKE2b), so that one that
+            somebody else sent or altered is refused. False, where the network is private: checksums alone, which
+            detect accidents. All members must have the same.
         signals: Signals after which the worker leaves by its own word, if this is the main thread.
 
     Raises:
@@ -129,11 +133,12 @@ def join(
     times = {"grace_s": grace_s, "silence_s": silence_s, "patience_s": patience_s}
     for field, value in times.items():
         require(is_number(value, above=0), field, f"a number of seconds above 0 is needed, not {value!r}")
+    require(isinstance(keyed, bool), "keyed", f"True or False is needed, not {keyed!r}")
     secret = os.environ.get(SECRET) if secret is None else secret
     if secret is None:
         raise HyperparameterError(f"secret: none was given, and {SECRET} is not set: take the coordinator's")
     board = Board(host, port, secret, patience_s)
-    made = Membership(board, name=name, least=least, **times)
+    made = Membership(board, name=name, least=least, keyed=keyed, **times)
     if threading.current_thread() is threading.main_thread():
         for number in signals:
             _leave_on(made, number)

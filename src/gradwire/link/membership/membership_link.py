@@ -111,7 +111,8 @@ class MembershipLink(StoreSteps, PassingLink):
                 raise IncompatibleError(f"{self.method!r} cannot follow members that come and go: {reason}")
         if any(tensor.device.type != "cpu" for tensor in named.values()):
             raise IncompatibleError("a membership exchanges over Gloo: parameters in main memory are needed")
-        terms = compared(self.method, self.options, named, {"lanes": count, "carried": sorted(self._party.carried)})
+        shared = {"lanes": count, "carried": sorted(self._party.carried), "keyed": self._party.keyed}
+        terms = compared(self.method, self.options, named, shared)
         return hashlib.blake2b(text_of({k: repr(v) for k, v in terms.items()}).encode(), digest_size=32).hexdigest()
 
     # ------------------------------------------------------------------ for users
@@ -327,6 +328,19 @@ class MembershipLink(StoreSteps, PassingLink):
             self.depart()
             raise error
         self._party.counts["broken_rounds"] += 1
+        if isinstance(own.__cause__, PayloadError):
+            self._party.counts["payloads_refused"] += 1
+            self._tell_of_refusal(own, own.__cause__.sender)
+
+    def _tell_of_refusal(self, error: GradwireError, sender: int | None) -> None:
+        """Log who the sender of a refused message is, once for each."""
+        members = self._seat.current.members
+        name = members[sender].name if sender is not None and sender < len(members) else "a member"
+        self._warnings.here(
+            f"payload from {name}",
+            f"refused a message from {name}, and the round is taken again: {error}; if this comes again, look at the "
+            "network between the two, and at who else reaches it",
+        )
 
     def _rewind(self) -> None:
         """Return to the state before the round."""
@@ -387,8 +401,8 @@ def _has_scopes(method: Method) -> bool:
 
 
 COUNTED = (
-    "epochs", "broken_rounds", "lost", "left", "joined", "left_out", "residuals_lost", "residuals_handed",
-    "digests_compared", "digests_differed",
+    "epochs", "broken_rounds", "payloads_refused", "lost", "left", "joined", "left_out", "residuals_lost",
+    "residuals_handed", "digests_compared", "digests_differed",
 )  # fmt: skip
 """Counts in :meth:`MembershipLink.diagnostics`."""
 

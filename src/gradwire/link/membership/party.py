@@ -78,6 +78,7 @@ class Party:
         grace_s: Time that members wait for one another's reports when an epoch has ended.
         silence_s: Time without a sign of life after which a member counts as gone.
         patience_s: Time that a worker waits to be taken in.
+        keyed: True if members' messages carry digests under the secret.
 
     Attributes:
         seat: The place of this worker.
@@ -97,8 +98,9 @@ class Party:
         grace_s: float,
         silence_s: float,
         patience_s: float,
+        keyed: bool,
     ) -> None:
-        self.board, self.least = board, least
+        self.board, self.least, self.keyed = board, least, keyed
         self.grace_s, self.silence_s, self.patience_s = grace_s, silence_s, patience_s
         told = f"{socket.gethostname()}:{os.getpid()}" if name is None else name
         self.seat = Seat(Member(new_id(), "".join(c for c in told if c.isprintable())[:MOST_NAME]))

@@ -26,10 +26,14 @@ class Transport(ABC):
     Attributes:
         rank: This rank among them.
         world_size: Number of these ranks.
+        keyed_bytes: Bytes of the digest under a key beside each message; 0: messages have none.
+        starts: False if every operation needs the thread of the lane, and :meth:`start` raises.
     """
 
     rank: int
     world_size: int
+    keyed_bytes: int = 0
+    starts: bool = True
 
     @abstractmethod
     def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:
