@@ -236,8 +236,15 @@ class Sight:
         store = dist.TCPStore(
             "127.0.0.1", self.siege.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
-        keys = [key for key in store.list_keys() if not key.startswith("links") or "peers" in key]
-        self.values = {key: bytes(store.get(key)) for key in keys if store.check([key])}
+        kinds = ("run", "ask", "epoch", "named", "report")
+        keys = [key for key in store.list_keys() if key.startswith(kinds) or "/peers/" in key]
+        # The coordinator removes keys meanwhile, of old epochs for example.
+        store.set_timeout(timedelta(seconds=1))
+        self.values = {}
+        for key in keys:
+            with contextlib.suppress(dist.DistError):
+                if store.check([key]):
+                    self.values[key] = bytes(store.get(key))
 
     def epoch(self) -> int:
         """Return the number of the latest epoch in the store."""

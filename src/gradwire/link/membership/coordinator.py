@@ -83,6 +83,7 @@ class Coordinator:
         # Torch's own socket would take all interfaces. It would also take IPv6, over which this machine's own workers
         # have addresses that /etc/hosts does not name: torch looks up the name of each client, which takes 0.1 s where
         # a name server does not answer, and the store stands still meanwhile.
+        self._store: Any
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listening = socket.create_server((host, port), family=family, backlog=BACKLOG)

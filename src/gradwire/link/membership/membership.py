@@ -15,8 +15,8 @@ from gradwire.link.membership.board import PATIENCE_S, Board, address_of
 from gradwire.link.membership.membership_link import MembershipLink
 from gradwire.link.membership.party import Party
 
-SECRET = "GRADWIRE_SECRET"
-"""Variable with the secret."""
+JOIN, SECRET = "GRADWIRE_JOIN", "GRADWIRE_SECRET"
+"""Variables with the coordinator's address and the secret."""
 
 GRACE_S, SILENCE_S = 1.0, 5.0
 
@@ -80,7 +80,7 @@ class Membership(Party):
 
 
 def join(
-    address: str,
+    address: str | None = None,
     *,
     secret: str | None = None,
     name: str | None = None,
@@ -109,7 +109,8 @@ def join(
                     break
 
     Args:
-        address: Address of ``gradwire coordinate``, such as ``"10.0.0.1:29400"``.
+        address: Address of ``gradwire coordinate``, such as ``"10.0.0.1:29400"``; by default the variable
+            ``GRADWIRE_JOIN``, which ``gradwire run --join`` sets.
         secret: The secret that it printed; by default the variable ``GRADWIRE_SECRET``.
         name: Name of this worker in messages; host and process by default.
         least: Number of workers that begin the training together. Later ones are taken in one by one.
@@ -128,6 +129,9 @@ def join(
         IncompatibleError: the secret is not that of the run.
         ExchangeError: the coordinator cannot be reached.
     """
+    address = os.environ.get(JOIN) if address is None else address
+    if address is None:
+        raise HyperparameterError(f"address: none was given, and {JOIN} is not set: take the coordinator's")
     host, port = address_of(address)
     require(is_whole(least, 1), "least", f"a whole number of at least 1 is needed, not {least!r}")
     times = {"grace_s": grace_s, "silence_s": silence_s, "patience_s": patience_s}
