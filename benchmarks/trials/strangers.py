@@ -8,7 +8,7 @@ the seed and the attempt; one attempt in a thousand alters a payload on its way 
 fits. Nothing may be taken: the members stay the same three, and after every round they hold the same bits as an
 undisturbed training holds after that round. Memory and open files of all processes are recorded.
 
-A run that was stopped goes on where its file ends. What a stranger can do to torch's store, which knows no password, is
+A run that was stopped goes on where its file ends. What a stranger can do to torch's store and to Gloo all the same is
 measured apart: see :func:`harm`.
 """
 
@@ -175,17 +175,6 @@ class Siege:
     def ports(self) -> list[int]:
         """Return the ports at which workers listen."""
         return sorted(port for p in self.processes.values() for port in listening(p.pid))
-
-    def end(self) -> None:
-        """Tell the workers to end, and wait for their last words."""
-        for pipe in self.pipes.values():
-            with contextlib.suppress(OSError):
-                pipe.send("end")
-        end_s = time.monotonic() + WAIT_S
-        while any(p.is_alive() for p in self.processes.values()) and time.monotonic() < end_s:
-            self.hear()
-            time.sleep(0.05)
-        self.hear()
 
     def close(self) -> None:
         """End all processes."""
@@ -438,25 +427,26 @@ def undisturbed(rounds: int) -> dict[int, int]:
         siege.close()
 
 
-# ---------------------------------------------------------------------- what the store cannot withstand
+# ---------------------------------------------------------------------- what torch cannot withstand
 
 
 def harm() -> list[dict[str, Any]]:
-    """Measure what anybody who reaches the port can do to torch's store, while members train."""
+    """Measure what anybody who reaches the ports can do to torch's store and to Gloo, while members train."""
     siege = Siege()
     rows = []
     try:
         siege.reach(20)
         for name, what in HARMS.items():
-            before, round, began = held(siege.coordinator.pid), siege.round, time.monotonic()
+            siege.hear()
+            round, began = siege.round, time.monotonic()
+            before = {who: held(pid) for who, pid in siege.pids().items()}
             what(siege)
             time.sleep(5)
             siege.hear()
-            after = held(siege.coordinator.pid)
             rows.append({
                 "what": name,
-                "rss_before_bytes": before["rss_bytes"],
-                "rss_after_bytes": after["rss_bytes"],
+                "before": before,
+                "after": {who: held(pid) for who, pid in siege.pids().items()},
                 "rounds_meanwhile": siege.round - round,
                 "seconds": round_to(time.monotonic() - began),
                 "coordinator_lives": siege.coordinator.poll() is None,
@@ -497,7 +487,17 @@ def remove(siege: Siege) -> None:
         store.delete_key(key)
 
 
+def connect(siege: Siege) -> None:
+    """Connect to a Gloo port again and again, send as much as Gloo reads first, and hang up."""
+    draw = random.Random(1)
+    ports = sorted(listening(siege.processes["a"].pid))
+    for _ in range(2000):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", draw.choice(ports)), 10) as made:
+            made.sendall(draw.randbytes(8))
+
+
 HARMS: dict[str, Callable[[Siege], None]] = {
+    "2,000 connections to Gloo's ports": connect,
     "100,000 keys": flood_keys,
     "40 values of 8 MB": flood_values,
     "removal of all keys": remove,
@@ -509,7 +509,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attempts", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part", type=int, default=25_000, help="attempts on one training; then another is begun")
+    parser.add_argument("--part", type=int, default=50_000, help="attempts on one training; then another is begun")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     multiprocessing.set_start_method("forkserver")
@@ -531,7 +531,7 @@ def main() -> int:
                     now = {name: held(pid) for name, pid in siege.pids().items()}
                     samples.append({"attempts": number - done, "seconds": round_to(time.monotonic() - began), **now})
             siege.reach(siege.round + 20)
-            siege.end()
+            # Before workers end, one after the other: those that are left would go on as two.
             found = judged(siege, reference)
         finally:
             siege.close()

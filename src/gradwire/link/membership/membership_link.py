@@ -201,7 +201,9 @@ class MembershipLink(StoreSteps, PassingLink):
         if self._seat.leaving:
             self._seat.left = True
             self._hang_up("left the training")
-            raise ExchangeError("this worker has left the training")
+            raise LeftOutError(
+                "this worker has left the training, in which the others' round broke: it applies nothing"
+            )
         self._party.counts["left_out"] += 1
         self._problem, self._in_flight = None, False
         self._hang_up("comes again")

@@ -134,6 +134,8 @@ class MemberTrainer(Trainer):
                 self._one_step()
             except gw.LeftOutError:
                 self.optimizer.zero_grad()
+                if membership.left:
+                    break
             if membership.counts["left_out"] > times:
                 # What it has learnt meanwhile is gone: it goes on where the others are.
                 self.step = progress.step
