@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import zlib
@@ -15,6 +16,7 @@ from torch import nn
 
 import gradwire as gw
 from crew import crew
+from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.peers.addresses import Address
 from gradwire.link.peers.connections import _HELLO, _MAGIC, Connections
 
@@ -63,7 +65,9 @@ def train(address: str, secret: str, name: str, pipe: Connection, keyed: bool, h
             optimizer.step()
             flat = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
             pipe.send(("step", link.round, zlib.crc32(flat.numpy().data)))
-        return link.diagnostics()["membership"]
+        gc.collect()
+        groups = sum(isinstance(found, EpochGroup) for found in gc.get_objects())
+        return {**link.diagnostics()["membership"], "groups": groups}
 
 
 def trained(keyed: bool, hostile: bool) -> tuple[list[dict[int, int]], list[dict[str, int]]]:
@@ -85,6 +89,8 @@ def test_an_altered_payload_is_refused_and_the_training_goes_on_as_if_nothing_ha
     assert sum(one["payloads_refused"] for one in told) >= len(FORGED)
     assert all(one["broken_rounds"] >= len(FORGED) for one in told)
     assert all(one["digests_differed"] == one["lost"] == 0 for one in told)
+    # Of epochs that broke nothing is left, such as connections to the store.
+    assert [one["groups"] for one in told] == [1] * 3
 
 
 def test_without_a_key_bits_are_the_same_and_a_payload_whose_checksum_fits_is_taken() -> None:

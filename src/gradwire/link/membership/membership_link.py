@@ -333,6 +333,7 @@ class MembershipLink(StoreSteps, PassingLink):
         if isinstance(own.__cause__, PayloadError):
             self._party.counts["payloads_refused"] += 1
             self._tell_of_refusal(own, own.__cause__.sender)
+        _forget_frames(error)
 
     def _tell_of_refusal(self, error: GradwireError, sender: int | None) -> None:
         """Log who the sender of a refused message is, once for each."""
@@ -407,6 +408,17 @@ COUNTED = (
     "residuals_handed", "digests_compared", "digests_differed",
 )  # fmt: skip
 """Counts in :meth:`MembershipLink.diagnostics`."""
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Forget where an error has passed: PyTorch's future holds it, and those frames hold the future and the epoch.
+
+    The collector does not see that circle, which would keep the connections of every epoch that broke.
+    """
+    if error is not None:
+        error.__traceback__ = None
+        _forget_frames(error.__cause__)
+        _forget_frames(error.__context__)
 
 
 def _keep(look: weakref.WeakMethod[Callable[[], None]]) -> None:
