@@ -26,11 +26,12 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
 from gradwire.link.membership import steps as p
+from gradwire.link.membership.broken_rounds import count_broken, forget_frames
 from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.party import Party
 from gradwire.link.membership.passing_link import PassingLink
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request, text_of
-from gradwire.link.membership.store_steps import LOOK_S, StoreSteps
+from gradwire.link.membership.store_steps import LOOK_S, StoreSteps, keep_looking
 from gradwire.link.parameters import named_parameters
 from gradwire.link.round import Mean
 from gradwire.link.site import warm_up
@@ -90,7 +91,7 @@ class MembershipLink(StoreSteps, PassingLink):
         with self._lock:
             self._come_in()
         self._keeper = threading.Thread(
-            target=_keep, args=(weakref.WeakMethod(self._look),), name="gradwire membership", daemon=True
+            target=keep_looking, args=(weakref.WeakMethod(self._look),), name="gradwire membership", daemon=True
         )
         self._keeper.start()
 
@@ -329,21 +330,8 @@ class MembershipLink(StoreSteps, PassingLink):
         if own is None or not isinstance(own.__cause__, WireError | PayloadError):
             self.depart()
             raise error
-        self._party.counts["broken_rounds"] += 1
-        if isinstance(own.__cause__, PayloadError):
-            self._party.counts["payloads_refused"] += 1
-            self._tell_of_refusal(own, own.__cause__.sender)
-        _forget_frames(error)
-
-    def _tell_of_refusal(self, error: GradwireError, sender: int | None) -> None:
-        """Log who the sender of a refused message is, once for each."""
-        members = self._seat.current.members
-        name = members[sender].name if sender is not None and sender < len(members) else "a member"
-        self._warnings.here(
-            f"payload from {name}",
-            f"refused a message from {name}, and the round is taken again: {error}; if this comes again, look at the "
-            "network between the two, and at who else reaches it",
-        )
+        count_broken(own, self._party, self._warnings)
+        forget_frames(error)
 
     def _rewind(self) -> None:
         """Return to the state before the round."""
@@ -408,22 +396,3 @@ COUNTED = (
     "residuals_handed", "digests_compared", "digests_differed",
 )  # fmt: skip
 """Counts in :meth:`MembershipLink.diagnostics`."""
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Forget where an error has passed: PyTorch's future holds it, and those frames hold the future and the epoch.
-
-    The collector does not see that circle, which would keep the connections of every epoch that broke.
-    """
-    if error is not None:
-        error.__traceback__ = None
-        _forget_frames(error.__cause__)
-        _forget_frames(error.__context__)
-
-
-def _keep(look: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Look for what has changed, as long as the link exists."""
-    while (call := look()) is not None:
-        call()
-        del call
-        time.sleep(LOOK_S)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 from gradwire.errors import ExchangeError
 from gradwire.link.failures import WarnOnce
@@ -102,3 +103,11 @@ class StoreSteps:
         # Asked in every round, the store would be part of its time.
         self._asked_s = (time.monotonic(), tuple(member for member in found if member.id not in known))
         return self._asked_s[1]
+
+
+def keep_looking(look: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Look for what has changed, as long as the link exists."""
+    while (call := look()) is not None:
+        call()
+        del call
+        time.sleep(LOOK_S)

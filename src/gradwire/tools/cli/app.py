@@ -196,19 +196,15 @@ def train(
         if membership.join is not None:
             from gradwire.tools.cli import join_commands
 
-            o.refuse_beside(
-                context, "--join", set(context.params) - {"simulate", "lab", "ema"}, "makes this process one worker"
-            )
-            join_commands.train(
-                config,
-                membership.join,
-                membership.secret_file,
-                out,
-                overwrite=overwrite,
-                stop_after=stop_after,
-                as_json=as_json,
-                debug=debug,
-            )
+            allowed = set(context.params) - {"simulate", "lab", "ema"}
+            o.refuse_beside(context, "--join", allowed, "makes this process one worker")
+            beside: dict[str, Any] = {
+                "overwrite": overwrite,
+                "stop_after": stop_after,
+                "as_json": as_json,
+                "debug": debug,
+            }
+            join_commands.train(config, membership.join, membership.secret_file, out, **beside)
             return
         commands.train(config, out, overwrite=overwrite, stop_after=stop_after, as_json=as_json, debug=debug)
 
@@ -295,16 +291,10 @@ def run(
         if membership.join is not None:
             from gradwire.tools.cli import join_commands
 
-            o.refuse_beside(
-                context,
-                "--join",
-                {"join", "secret_file", "script", "arguments", "max_restarts", "debug"},
-                "runs a script that makes its own link",
-            )
-            code = join_commands.run(
-                membership.join, membership.secret_file, script, arguments or [], torchrun.max_restarts
-            )
-            raise typer.Exit(code)
+            allowed = {"join", "secret_file", "script", "arguments", "max_restarts", "debug"}
+            o.refuse_beside(context, "--join", allowed, "runs a script that makes its own link")
+            told = (script, arguments or [], torchrun.max_restarts)
+            raise typer.Exit(join_commands.run(membership.join, membership.secret_file, *told))
         import gradwire as gw
         from gradwire.tools.cli.torchrun import command, replace_process, run_on_lab
         from gradwire.tools.experiments.config import LinkSettings

@@ -134,8 +134,8 @@ class MemberTrainer(Trainer):
                 self._one_step()
             except gw.LeftOutError:
                 self.optimizer.zero_grad()
-                if membership.left:
-                    break
+                self.step = progress.step
+                continue
             if membership.counts["left_out"] > times:
                 # What it has learnt meanwhile is gone: it goes on where the others are.
                 self.step = progress.step
