@@ -16,9 +16,9 @@ SIZE = 2000
 
 def refusal_of(method: str, name: str, second: int, bits: int, liar: int = 1) -> tuple[str, str]:
     """Exchange two rounds, and damage what one rank sends by that call of a function of the transport's module."""
-    from gradwire.exchange.drivers.transports import base, gloo
+    from gradwire.exchange.drivers.transports import base, notes
 
-    module = base if name == "sealed" else gloo
+    module = base if name == "sealed" else notes
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     link = gw.Link([("w", parameter)], method, min_numel=0)
     real, calls = getattr(module, name), [0]

@@ -13,9 +13,9 @@ from gradwire.errors import IncompatibleError
 DIGEST_BYTES = 32
 
 
-def digest_of(body: bytes) -> bytes:
-    """Return the BLAKE2b digest (32 bytes) of a file's body."""
-    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+def digest_of(body: bytes, key: bytes = b"") -> bytes:
+    """Return the BLAKE2b digest (32 bytes) of a file's body, or of a message under a key."""
+    return hashlib.blake2b(body, key=key, digest_size=DIGEST_BYTES).digest()
 
 
 def pack(value: object) -> tuple[dict[str, torch.Tensor], bytes]:

@@ -141,7 +141,13 @@ class Site:
             scopes,
             connect=meetings.connect(number)
             if meetings is not None
-            else connector(self.transport, self.device, self.placement.on_device, self.checks),
+            else connector(
+                self.transport,
+                self.device,
+                self.placement.on_device,
+                self.checks,
+                self.group.key(f"lane {number}"),
+            ),
         )
 
     def terms(self) -> dict[str, object]:

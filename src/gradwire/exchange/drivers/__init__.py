@@ -3,8 +3,9 @@
 from gradwire.exchange.drivers.delays import count_delays, count_step_delays
 from gradwire.exchange.drivers.devices import Device, HostDevice, LateChecks, Verdict
 from gradwire.exchange.drivers.dry_run import LocalProfiler, Stage, dry_run, profile_locally
+from gradwire.exchange.drivers.future import Future
 from gradwire.exchange.drivers.groups import Group, TorchGroup, group_of
-from gradwire.exchange.drivers.lane import LANES, Future, Lane, WireError
+from gradwire.exchange.drivers.lane import LANES, Lane, WireError
 from gradwire.exchange.drivers.simulation import simulate_ranks
 from gradwire.exchange.drivers.traffic import Meter, Span, Trace, Traffic, dense_bytes, profiled
 from gradwire.exchange.drivers.transfer_order import TransferOrder

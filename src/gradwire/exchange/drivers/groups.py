@@ -31,6 +31,7 @@ class Group(ABC):
         many_stores: True if connections to the store are there for each thread; otherwise a link makes one.
         meetings: Connects ranks that are threads of one process; None if they are processes, which watch one another.
         explains: True if a rank whose exchange broke waits for the others to tell why; False if their end is no error.
+        tables: Number of tables that they have told one another so far, where they have a key.
     """
 
     ranks: tuple[int, ...]
@@ -42,6 +43,7 @@ class Group(ABC):
     many_stores: bool = False
     meetings: Meetings | None = None
     explains: bool = True
+    tables: int = 0
 
     @property
     def rank(self) -> int:
@@ -69,6 +71,10 @@ class Group(ABC):
     def take_back(self, store: Any) -> None:
         """Take back a connection that was lent, and in which nobody waits any more."""
         _spare.setdefault(self.store, []).append((os.getpid(), store))
+
+    def key(self, purpose: str) -> bytes:
+        """Return the key of a purpose, which these ranks alone know; empty if their messages have no keyed digest."""
+        return b""
 
     @abstractmethod
     def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:

@@ -10,13 +10,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gradwire.errors import PayloadError
-from gradwire.exchange.drivers.traffic import Meter, Trace, large, op_bytes, profiled
+from gradwire.exchange.drivers.future import Future, ignore
+from gradwire.exchange.drivers.traffic import Meter, Trace, large, profiled
 from gradwire.exchange.drivers.transfer_order import TransferOrder
 from gradwire.exchange.drivers.transports import Connect, GlooTransport, Transport
 from gradwire.exchange.ops import Exchange, Op, Reduce, Scope
@@ -35,79 +36,6 @@ BROKEN_S = 0.2
 
 class WireError(Exception):
     """A collective broke, most likely because of another rank."""
-
-
-def _ignore(_: object) -> None:
-    """Ignore an outcome."""
-
-
-class Future(Generic[T]):
-    """The outcome of a generator that a lane runs.
-
-    A thread that waits continues after the callbacks have returned, and can be interrupted. Waiting uses no event,
-    which would cost a small cast more than all the rest of this class.
-
-    Args:
-        then: Called with the value that the generator returned.
-        fail: Called with the exception that the generator or ``then`` raised.
-        ended: Called with this future after that.
-
-    Attributes:
-        at_once: True if the thread of the lane takes no part in it.
-        error: The exception, once one was raised.
-        done: True once the generator has ended.
-    """
-
-    def __init__(
-        self,
-        then: Callable[[T], object] = _ignore,
-        fail: Callable[[Exception], object] = _ignore,
-        at_once: bool = False,
-        ended: Callable[[Future[Any]], object] = _ignore,
-    ) -> None:
-        self._then, self._fail, self._ended, self.at_once = then, fail, ended, at_once
-        self._value: Any = None
-        self.error: Exception | None = None
-        self.done = False
-        self._going, self._first = threading.Lock(), threading.Lock()
-        self._going.acquire()
-
-    def end(self, value: T | None, error: Exception | None = None) -> None:
-        """Set the value that the generator returned, or the exception that it raised; the first call counts."""
-        if not self._first.acquire(blocking=False):
-            return
-        if error is None:
-            try:
-                self._then(value)  # type: ignore[arg-type]
-            except Exception as raised:
-                error = raised
-        self._value, self.error = value, error
-        try:
-            if error is not None:
-                self._fail(error)
-        finally:
-            # The callbacks hold buckets, and a caller may keep this future.
-            self._then = self._fail = _ignore
-            self.done = True
-            self._ended(self)
-            self._going.release()
-
-    def wait(self) -> None:
-        """Wait for the end, with a result or an error."""
-        with self._going:
-            pass
-
-    def result(self) -> T:
-        """Wait, and return the value that the generator returned.
-
-        Raises:
-            Exception: the exception of the generator or of ``then``.
-        """
-        self.wait()
-        if self.error is not None:
-            raise self.error
-        result: T = self._value
-        return result
 
 
 class Lane:
@@ -138,7 +66,8 @@ class Lane:
         scopes: Sequence[Scope] = (),
         connect: Connect = GlooTransport,
     ) -> None:
-        self._transports: dict[Scope | None, Transport] | None = {None: connect(store, rank, world_size, timeout)}
+        transport = connect(store, rank, world_size, timeout)
+        self._transports: dict[Scope | None, Transport] | None = {None: transport}
         for scope in scopes:
             place, size = scope.place(rank)
             its_store = dist.PrefixStore(f"{scope.name}/{scope.ranks(rank)[0]}", store)
@@ -146,7 +75,7 @@ class Lane:
         self.rank, self.world_size = rank, world_size
         self._turns, self._ticket = turns or TransferOrder(), 0
         self._turn_s = 0.0
-        self.meter = Meter(rank)
+        self.meter, self._starts = Meter(rank, transport.keyed_bytes), transport.starts
         self.name, self._label = name, ""
         self.trace: Trace | None = None
         self._begun = threading.Lock()
@@ -164,8 +93,8 @@ class Lane:
         *,
         wait: Callable[[], object] | None = None,
         first: Exchange[object] | None = None,
-        then: Callable[[T], object] = _ignore,
-        fail: Callable[[Exception], object] = _ignore,
+        then: Callable[[T], object] = ignore,
+        fail: Callable[[Exception], object] = ignore,
         at_once: bool = False,
     ) -> Future[T]:
         """Run a generator on this lane's connections, after all jobs that were submitted before.
@@ -182,8 +111,9 @@ class Lane:
                 the connections are closed.
             at_once: Start on the calling thread, and end on the backend's, for a generator with one collective. The
                 lane's thread and queue are not used, since switching threads costs more than the exchange of a small
-                bucket. The lane must be idle, or run only such generators.
+                bucket. The lane must be idle, or run only such generators. Some transports cannot start so.
         """
+        at_once &= self._starts
         future = Future(then, fail, at_once, self._open.discard)
         self._open.add(future)
         if self._given_up:
@@ -361,7 +291,7 @@ class Lane:
             if self._turn_s:
                 self.trace.add(self.name, "wait for turn", began_s, began, self._label)
             kind = "send rows" if large(op) else "small message"
-            sent_bytes, detail = op_bytes(op, self.world_size, self.rank)[0], f"{self._label}, {type(op).__name__}"
+            sent_bytes, detail = self.meter.bytes_of(op, self.world_size)[0], f"{self._label}, {type(op).__name__}"
             self.trace.add(self.name, kind, began, time.perf_counter(), detail, sent_bytes)
         return reply
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hmac
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -94,13 +95,14 @@ def plain(value: object, depth: int = MOST_DEPTH) -> Plain:
     )
 
 
-def encode(value: object, subject: str, sender: int) -> bytes:
+def encode(value: object, subject: str, sender: int, key: bytes = b"") -> bytes:
     """Return the message of a table.
 
     Args:
         value: See :func:`plain`.
         subject: Name of the table, such as "handshake"; messages with different names cannot be confused.
         sender: Rank that sends it, by its number in the default group.
+        key: Key of the digest, which the receiver has, too; empty: anybody can compute it.
 
     Raises:
         IncompatibleError: the value is not a table.
@@ -109,10 +111,10 @@ def encode(value: object, subject: str, sender: int) -> bytes:
         text = _text(plain(value)).encode()
     except UnicodeEncodeError as error:
         raise IncompatibleError(f"a string of the {subject} is not Unicode text: {error}") from None
-    return _digest(text, subject, sender) + text
+    return _digest(text, subject, sender, key) + text
 
 
-def decode(message: bytes, subject: str, sender: int) -> Plain:
+def decode(message: bytes, subject: str, sender: int, key: bytes = b"") -> Plain:
     """Return the table of a message, as :func:`plain` gives it.
 
     Nothing in the message is executed, and memory is bounded by a multiple of its length.
@@ -122,10 +124,11 @@ def decode(message: bytes, subject: str, sender: int) -> Plain:
             names the sender.
     """
     text = message[DIGEST_BYTES:]
-    if _digest(text, subject, sender) != message[:DIGEST_BYTES]:
+    if not hmac.compare_digest(_digest(text, subject, sender, key), message[:DIGEST_BYTES]):
+        stranger = ", or somebody sent it who does not know the secret" if key else ""
         raise PayloadError(
             f"the {subject} from rank {sender}: its checksum differs, so that bytes changed on the way, or it is "
-            "another message; run the same version of gradwire on all ranks"
+            f"another message{stranger}; run the same version of gradwire on all ranks"
         )
     try:
         return _parsed(text.decode())
@@ -160,8 +163,8 @@ def all_gather_tables(
         PayloadError: a rank sent an invalid message; the error names the rank by its number in the default group.
     """
     group = group_of(group)
-    device, ranks = group.device, group.ranks
-    own = _message(value, subject, group.rank, most_bytes)
+    device, ranks, key = group.device, group.ranks, _next_key(group)
+    own = _message(value, subject, group.rank, most_bytes, key)
     told = [torch.empty(8, dtype=torch.uint8, device=device) for _ in ranks]
     _gather(told, announce(torch.tensor([len(own)]))[0].to(device), group, wait)
     lengths = [_length(row, rank, most_bytes) for row, rank in zip(told, ranks)]
@@ -169,7 +172,13 @@ def all_gather_tables(
     padded[: len(own)] = own
     rows = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in ranks]
     _gather(rows, padded.to(device), group, wait)
-    return [_read(row[:length], subject, rank, read) for row, length, rank in zip(rows, lengths, ranks)]
+    return [_read(row[:length], subject, rank, read, key) for row, length, rank in zip(rows, lengths, ranks)]
+
+
+def _next_key(group: Group) -> bytes:
+    """Return the key of the next table, another one for each: an earlier table cannot be sent again."""
+    group.tables += 1
+    return group.key(f"table {group.tables}")
 
 
 def _gather(rows: list[torch.Tensor], own: torch.Tensor, group: Group, wait: Callable[[dist.Work], object]) -> None:
@@ -195,18 +204,19 @@ def broadcast_table(
         source: Rank of the source in the group.
     """
     group = group_of(group)
-    device, rank = group.device, group.ranks[source]
-    own = _message(value, subject, rank, most_bytes) if group.place == source else torch.empty(0, dtype=torch.uint8)
+    device, rank, key = group.device, group.ranks[source], _next_key(group)
+    sends = group.place == source
+    own = _message(value, subject, rank, most_bytes, key) if sends else torch.empty(0, dtype=torch.uint8)
     told = announce(torch.tensor([len(own)]))[0].to(device)
     group.broadcast(told, source)
     length = _length(told, rank, most_bytes)
-    row = own.to(device) if group.place == source else torch.empty(length, dtype=torch.uint8, device=device)
+    row = own.to(device) if sends else torch.empty(length, dtype=torch.uint8, device=device)
     group.broadcast(row, source)
-    return _read(row, subject, rank, read)
+    return _read(row, subject, rank, read, key)
 
 
-def _message(value: object, subject: str, sender: int, most_bytes: int) -> torch.Tensor:
-    message = encode(value, subject, sender)
+def _message(value: object, subject: str, sender: int, most_bytes: int, key: bytes) -> torch.Tensor:
+    message = encode(value, subject, sender, key)
     if len(message) > most_bytes:
         raise IncompatibleError(
             f"the {subject} of this rank takes {len(message)} bytes, and ranks take at most {most_bytes} of one "
@@ -219,8 +229,8 @@ def _length(told: torch.Tensor, rank: int, most_bytes: int) -> int:
     return int(announced(told.cpu().reshape(1, 8), -1, most_bytes, first=rank)[0])
 
 
-def _read(row: torch.Tensor, subject: str, rank: int, read: Callable[[Any], T]) -> T:
-    table = decode(row.cpu().numpy().tobytes(), subject, rank)
+def _read(row: torch.Tensor, subject: str, rank: int, read: Callable[[Any], T], key: bytes) -> T:
+    table = decode(row.cpu().numpy().tobytes(), subject, rank, key)
     try:
         return read(table)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -230,8 +240,8 @@ def _read(row: torch.Tensor, subject: str, rank: int, read: Callable[[Any], T]) 
         ) from None
 
 
-def _digest(text: bytes, subject: str, sender: int) -> bytes:
-    return digest_of(f"gradwire table\0{subject}\0{sender}\0".encode() + text)
+def _digest(text: bytes, subject: str, sender: int, key: bytes) -> bytes:
+    return digest_of(f"gradwire table\0{subject}\0{sender}\0".encode() + text, key)
 
 
 def _text(value: Plain) -> str:

@@ -95,35 +95,38 @@ def broadcast_sends(rank: int, root: int, world_size: int) -> int:
     return sum(place < 1 << i and place + (1 << i) < world_size for i in range(world_size.bit_length()))
 
 
-def op_bytes(op: Op, world_size: int, rank: int = 0) -> tuple[int, int]:
+def op_bytes(op: Op, world_size: int, rank: int = 0, keyed_bytes: int = 0) -> tuple[int, int]:
     """Return the bytes that one rank sends and receives for an operation.
 
     All-to-all and all-gather: (N - 1) rows each way; rows of different lengths count with their lengths, and eight
     bytes for the message with each length. Between two ranks: a row for each peer. Ring all-reduce of M bytes: 2 M (N -
     1) / N each way; by a gather, (N - 1) times M and eight bytes of checksum. Broadcast: sent :func:`broadcast_sends`
     times and received once except by the root, with eight more bytes if a length is sent. It is the only operation in
-    which ranks send different numbers of bytes.
+    which ranks send different numbers of bytes. Each message, of which a ring all-reduce under a key has two for each
+    other rank, has ``keyed_bytes`` more.
     """
     if op.scope is not None:
         rank, world_size = op.scope.place(rank)
     others = world_size - 1
     if isinstance(op, Broadcast):
         count = (op.value.numel() if op.length is None else int(op.length)) * op.value.element_size()
-        count += LENGTH_BYTES * (op.length is not None)
+        count += LENGTH_BYTES * (op.length is not None) + keyed_bytes
         return count * broadcast_sends(rank, op.root, world_size), count * (rank != op.root)
     if isinstance(op, SendRecv):
         counts = [op.send.numel() if n is None else int(n) + LENGTH_BYTES for n in (op.lengths, op.arrived)]
-        return counts[0] * (op.to is not None), counts[1] * (op.source is not None)
+        sent, received = (count + keyed_bytes for count in counts)
+        return sent * (op.to is not None), received * (op.source is not None)
     if not isinstance(op, Reduce) and op.lengths is not None and op.arrived is not None:
-        told = LENGTH_BYTES * others
+        told = (LENGTH_BYTES + keyed_bytes) * others
         return int(op.lengths.sum()) + told, int(op.arrived.sum()) + told
     if isinstance(op, Reduce):
         size = op.value.numel() * op.value.element_size()
         count = (size + SEAL_BYTES) * others if gathers(op) else round(2 * size * others / world_size)
+        count += keyed_bytes * others * (1 if gathers(op) else 2)
     elif isinstance(op, AllToAll):
-        count = op.send.shape[1] * others
+        count = (op.send.shape[1] + keyed_bytes) * others
     elif isinstance(op, AllGather):
-        count = op.send.numel() * others
+        count = (op.send.numel() + keyed_bytes) * others
     return count, count
 
 
@@ -140,14 +143,15 @@ class Meter:
 
     Args:
         rank: The rank whose bytes are counted.
+        keyed_bytes: Bytes of the digest under a key beside each message.
 
     Of the sent bytes, ``ring_bytes`` counts those to the neighbour in a ring, and ``sent_to`` those of messages to a
     single rank, by that rank; the others were sent to all ranks. ``sent_within`` counts those of operations with a
     scope, by its name.
     """
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, rank: int = 0, keyed_bytes: int = 0) -> None:
+        self.rank, self.keyed_bytes = rank, keyed_bytes
         self.sent_bytes = 0
         self.received_bytes = 0
         self.ring_bytes = 0
@@ -157,9 +161,13 @@ class Meter:
         self.wire_s = 0.0
         self.decode_s = 0.0
 
+    def bytes_of(self, op: Op, world_size: int) -> tuple[int, int]:
+        """Return the bytes that this rank sends and receives for an operation."""
+        return op_bytes(op, world_size, self.rank, self.keyed_bytes)
+
     def count(self, op: Op, world_size: int) -> None:
         """Add one operation's bytes."""
-        sent, received = op_bytes(op, world_size, self.rank)
+        sent, received = self.bytes_of(op, world_size)
         self.sent_bytes += sent
         self.received_bytes += received
         if op.scope is not None:

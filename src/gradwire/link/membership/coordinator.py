@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
+import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError
-from gradwire.link.membership.board import RUN, address_of
+from gradwire.link.membership.board import ASKS, RUN, address_of
 from gradwire.link.membership.records import MOST_BYTES, Epoch, RunRecord, Seal, new_id
 from gradwire.link.membership.steps import FIRST, epoch_key
 
@@ -26,6 +28,18 @@ KEPT_EPOCHS = 3
 
 MOST_STATE_BYTES = 4 * MOST_BYTES
 
+BACKLOG = 1024
+"""Number of connections that wait to be accepted: strangers' among them."""
+
+AHEAD = 8
+"""Number of epochs by which members may be ahead of the latest one that the coordinator has found."""
+
+KINDS = frozenset({RUN, ASKS, "ask", "named", "told"})
+"""First parts of the keys that members write for a whole run."""
+
+KINDS_OF_EPOCHS = frozenset({"epoch", "links", "offer", "report"})
+"""First parts of the keys that they write for one epoch, whose number follows; the coordinator removes all others."""
+
 
 class Coordinator:
     """Keeps the store of a membership, torch's TCPStore, and a little of it in a file; computes nothing.
@@ -34,8 +48,12 @@ class Coordinator:
     epoch: the coordinator looks for new epochs that verify under the secret, and writes each into its file, which is
     always either the old or the new one. Everything else is written again by the members when they find it missing.
 
+    Whoever reaches the port can write into the store and remove from it, since TCPStore knows no password. The
+    coordinator writes again what it knows to be right, and removes keys that no member writes.
+
     Args:
-        listen: Address to listen at, such as ``":29400"``; port 0 chooses a free one.
+        listen: Address to listen at: ``":29400"`` for all IPv4 addresses of this machine, ``"10.0.0.1:29400"`` for one
+            of them, or ``"[::]:29400"``; port 0 chooses a free one.
         secret: The secret that members share; None: drawn at random, or read from the file.
         state: File to go on from, and to write; it holds the secret, and only its owner can read it. None: a
             coordinator that is started again begins another run.
@@ -65,25 +83,38 @@ class Coordinator:
         self._first: str | None = kept["first"] if kept else None
         self._latest: str | None = kept["latest"] if kept else None
         self.epoch = self._opened(kept) if kept else None
+        # Torch's own socket would take all interfaces. It would also take IPv6, over which this machine's own workers
+        # have addresses that /etc/hosts does not name: torch looks up the name of each client, which takes 0.1 s where
+        # a name server does not answer, and the store stands still meanwhile.
+        self._store: Any
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
+            listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+            own = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             self._store = dist.TCPStore(
-                host or "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
-            )
-        except (RuntimeError, dist.DistError) as error:
+                own, listening.getsockname()[1], is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5),
+                master_listen_fd=listening.detach(),
+            )  # fmt: skip
+        except (OSError, RuntimeError, dist.DistError) as error:
             raise GradwireError(f"the coordinator cannot listen at {listen}: {error}") from error
         self.port: int = self._store.port
-        if self.epoch is not None and self._first is not None and self._latest is not None:
-            self._store.set(FIRST, self._first)
-            self._store.set(epoch_key(self.epoch.number), self._latest)
+        self._client: Any = self._store.clone()
         self._write()
-        # Workers wait for this key, and find all others then.
-        self._store.set(RUN, Seal(self.secret).close(RUN, self._run))
+        self._keys = 0
+        # Workers wait for the key of the run, and find all others then: it is the last one.
+        self._guard()
         self._closed = threading.Event()
 
     def serve(self) -> None:
         """Keep the store until :meth:`close` is called."""
         while not self._closed.wait(LOOK_S):
-            self.look()
+            try:
+                self.look()
+            except (RuntimeError, dist.DistError) as error:
+                # Strangers may keep the store busy for longer than a look waits. Members still find what is in it.
+                logging.getLogger("gradwire").warning("the store of the membership did not answer: %s", error)
+                with contextlib.suppress(RuntimeError, dist.DistError):
+                    self._client = self._store.clone()
 
     def close(self) -> None:
         """End :meth:`serve`."""
@@ -103,22 +134,37 @@ class Coordinator:
         if found is not self.epoch:
             self.epoch = found
             self._write()
-            self._sweep()
+        self._guard()
+        self._sweep()
+
+    def _guard(self) -> None:
+        """Write what the coordinator knows to be right, unless it is there."""
+        known = {} if self.epoch is None else {FIRST: self._first, epoch_key(self.epoch.number): self._latest}
+        for key, value in {**known, RUN: Seal(self.secret).close(RUN, self._run)}.items():
+            if value is not None and self._value(key) != value.encode():
+                self._client.set(key, value)
 
     def _value(self, key: str) -> bytes | None:
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
+        return bytes(self._client.get(key)) if self._client.check([key]) else None
 
     def _sweep(self) -> None:
-        """Remove the keys of old epochs, which the store would keep for ever."""
-        list_keys = getattr(self._store, "list_keys", None)
-        if list_keys is None or self.epoch is None:
+        """Remove the keys of old epochs, which the store would keep for ever, and those that no member writes."""
+        list_keys = getattr(self._client, "list_keys", None)
+        if list_keys is None or self._client.num_keys() == self._keys:
             return
         for key in list_keys():
-            kind, _, rest = key.partition("/")
-            number = rest.partition("/")[0]
-            old = kind in ("epoch", "report", "links", "offer") and number.isascii() and number.isdecimal()
-            if old and 1 < int(number[:18]) <= self.epoch.number - KEPT_EPOCHS:
-                self._store.delete_key(key)
+            if self._is_left_over(key):
+                self._client.delete_key(key)
+        self._keys = self._client.num_keys()
+
+    def _is_left_over(self, key: str) -> bool:
+        kind, _, rest = key.partition("/")
+        if kind in KINDS:
+            return False
+        number, latest = rest.partition("/")[0], 0 if self.epoch is None else self.epoch.number
+        if kind not in KINDS_OF_EPOCHS or not (number.isascii() and number.isdecimal()):
+            return True
+        return not (number == "1" or latest - KEPT_EPOCHS < int(number[:18]) <= latest + AHEAD)
 
     # ------------------------------------------------------------------ the file
 

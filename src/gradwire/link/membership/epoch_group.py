@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.exchange.digests import digest_of
 from gradwire.exchange.drivers import Group, break_off
 from gradwire.link.membership.board import Board
 from gradwire.link.membership.records import Epoch
@@ -37,14 +38,15 @@ class EpochGroup(Group):
         place: Place of this member in it.
         board: The store of the membership.
         silence_s: Seconds without a sign of life after which a member counts as gone.
+        key: Key of this epoch, which its members alone know; empty: their messages have no keyed digests.
     """
 
     many_stores = True
     # Members that wait for a reason would report too late to be in the next epoch.
     explains = False
 
-    def __init__(self, epoch: Epoch, place: int, board: Board, silence_s: float) -> None:
-        self.epoch, self.place, self._board = epoch, place, board
+    def __init__(self, epoch: Epoch, place: int, board: Board, silence_s: float, key: bytes = b"") -> None:
+        self.epoch, self.place, self._board, self._key = epoch, place, board, key
         self._prefix = f"links/{epoch.number}"
         self.store = board.store(self._prefix)
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
@@ -77,6 +79,9 @@ class EpochGroup(Group):
 
     def _made(self, store: Any) -> _Backend:
         return _Backend(dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout))
+
+    def key(self, purpose: str) -> bytes:
+        return digest_of(purpose.encode(), self._key) if self._key else b""
 
     def gone(self) -> bool:
         """Return whether a member has ended or given no sign of life, or has left the epoch :data:`LINGER_S` ago.

@@ -8,10 +8,11 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-from gradwire.errors import ExchangeError, PayloadError
+from gradwire.errors import ExchangeError, GradwireError, PayloadError
 from gradwire.exchange.drivers import Lane, WireError
 from gradwire.link.link import Link
 from gradwire.link.link_runtime import LinkRuntime
+from gradwire.link.membership.broken_rounds import count_broken, forget_frames
 from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.party import Party
 from gradwire.link.membership.protocol import Seat
@@ -81,7 +82,9 @@ class EpochLink(Link):
         self._round = self._step = None
 
     def _group_of(self, epoch: Epoch) -> EpochGroup:
-        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), self._party.board, self._party.silence_s)
+        party = self._party
+        key = party.board.seal.key_of(f"epoch {epoch.digest()}") if party.keyed else b""
+        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), party.board, party.silence_s, key)
 
     def _watch_over(self) -> threading.Condition | None:
         """Look for what has changed; return the condition that is notified when members end."""
@@ -94,15 +97,16 @@ class EpochLink(Link):
 
     def _count_repeat(self, error: Exception) -> None:
         """Count a round that broke because of others; raise if it was this worker's own fault."""
-        self._refuse_own(error)
-        self._party.counts["broken_rounds"] += 1
+        count_broken(self._refuse_own(error), self._party, self._warnings)
+        forget_frames(error)
 
-    def _refuse_own(self, error: Exception) -> None:
-        """Raise an error if it was this worker's own fault."""
+    def _refuse_own(self, error: Exception) -> GradwireError:
+        """Return the error of the link; raise the one given if it was this worker's own fault."""
         own = self._runtime.failures.error
         if own is None or not isinstance(own.__cause__, WireError | PayloadError):
             self.depart()
             raise error
+        return own
 
     @abstractmethod
     def depart(self) -> None:

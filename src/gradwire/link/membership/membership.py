@@ -18,8 +18,8 @@ from gradwire.link.membership.quorum import STALENESS, Quorum
 from gradwire.link.membership.quorum_link import QuorumLink
 from gradwire.link.membership.trace import MembershipTrace
 
-SECRET = "GRADWIRE_SECRET"
-"""Variable with the secret."""
+JOIN, SECRET = "GRADWIRE_JOIN", "GRADWIRE_SECRET"
+"""Variables with the coordinator's address and the secret."""
 
 GRACE_S, SILENCE_S, LATE_S = 1.0, 5.0, 1.0
 
@@ -102,7 +102,7 @@ class Membership(Party):
 
 
 def join(
-    address: str,
+    address: str | None = None,
     *,
     secret: str | None = None,
     name: str | None = None,
@@ -113,6 +113,7 @@ def join(
     quorum: int | None = None,
     late_s: float = LATE_S,
     staleness: int = STALENESS,
+    keyed: bool = True,
     signals: Sequence[signal.Signals] = (signal.SIGTERM,),
 ) -> Membership:
     """Join a training whose workers come and go.
@@ -133,7 +134,8 @@ def join(
                     break
 
     Args:
-        address: Address of ``gradwire coordinate``, such as ``"10.0.0.1:29400"``.
+        address: Address of ``gradwire coordinate``, such as ``"10.0.0.1:29400"``; by default the variable
+            ``GRADWIRE_JOIN``, which ``gradwire run --join`` sets.
         secret: The secret that it printed; by default the variable ``GRADWIRE_SECRET``.
         name: Name of this worker in messages; host and process by default.
         least: Number of workers that begin the training together. Later ones are taken in one by one.
@@ -149,6 +151,9 @@ def join(
         late_s: Seconds that a round waits for further members when there is a quorum; the first member's counts.
         staleness: Largest number of rounds in turn that a member may miss: when it would miss one more, the others wait
             for it. With 0 a round waits for all, but for none longer than one local step. The same on all members.
+        keyed: True: every message between members carries a digest under the secret (BLAKE2b), so that one that
+            somebody else sent or altered is refused. False, where the network is private: checksums alone, which
+            detect accidents. All members must have the same.
         signals: Signals after which the worker leaves by its own word, if this is the main thread.
 
     Raises:
@@ -156,17 +161,21 @@ def join(
         IncompatibleError: the secret is not that of the run.
         ExchangeError: the coordinator cannot be reached.
     """
+    address = os.environ.get(JOIN) if address is None else address
+    if address is None:
+        raise HyperparameterError(f"address: none was given, and {JOIN} is not set: take the coordinator's")
     host, port = address_of(address)
     require(is_whole(least, 1), "least", f"a whole number of at least 1 is needed, not {least!r}")
     times = {"grace_s": grace_s, "silence_s": silence_s, "patience_s": patience_s, "late_s": late_s}
     for field, value in times.items():
         require(is_number(value, above=0), field, f"a number of seconds above 0 is needed, not {value!r}")
     rule = None if quorum is None else Quorum(quorum, staleness)
+    require(isinstance(keyed, bool), "keyed", f"True or False is needed, not {keyed!r}")
     secret = os.environ.get(SECRET) if secret is None else secret
     if secret is None:
         raise HyperparameterError(f"secret: none was given, and {SECRET} is not set: take the coordinator's")
     board = Board(host, port, secret, patience_s)
-    made = Membership(board, name=name, least=least, quorum=rule, **times)
+    made = Membership(board, name=name, least=least, quorum=rule, keyed=keyed, **times)
     if threading.current_thread() is threading.main_thread():
         for number in signals:
             _leave_on(made, number)

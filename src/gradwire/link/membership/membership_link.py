@@ -113,7 +113,8 @@ class MembershipLink(StoreSteps):
                 raise IncompatibleError(f"{self.method!r} cannot follow members that come and go: {reason}")
         if any(tensor.device.type != "cpu" for tensor in named.values()):
             raise IncompatibleError("a membership exchanges over Gloo: parameters in main memory are needed")
-        terms = compared(self.method, self.options, named, {"lanes": count, "carried": sorted(self._party.carried)})
+        shared = {"lanes": count, "carried": sorted(self._party.carried), "keyed": self._party.keyed}
+        terms = compared(self.method, self.options, named, shared)
         return hashlib.blake2b(text_of({k: repr(v) for k, v in terms.items()}).encode(), digest_size=32).hexdigest()
 
     # ------------------------------------------------------------------ for users
@@ -206,7 +207,9 @@ class MembershipLink(StoreSteps):
         if self._seat.leaving:
             self._seat.left = True
             self._hang_up("left the training")
-            raise ExchangeError("this worker has left the training")
+            raise LeftOutError(
+                "this worker has left the training, in which the others' round broke: it applies nothing"
+            )
         self._party.counts["left_out"] += 1
         self._problem, self._in_flight = None, False
         self._hang_up("comes again")

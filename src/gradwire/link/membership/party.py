@@ -26,8 +26,9 @@ MOST_CHANGES = 1000
 
 
 COUNTED = (
-    "epochs", "broken_rounds", "lost", "left", "joined", "left_out", "residuals_lost", "residuals_handed",
-    "digests_compared", "digests_differed", "state_received_bytes", "state_reused_bytes", "steps_replayed",
+    "epochs", "broken_rounds", "payloads_refused", "lost", "left", "joined", "left_out", "residuals_lost",
+    "residuals_handed", "digests_compared", "digests_differed", "state_received_bytes", "state_reused_bytes",
+    "steps_replayed",
 )  # fmt: skip
 """Counts in ``link.diagnostics()["membership"]``."""
 
@@ -91,6 +92,7 @@ class Party:
         patience_s: Time that a worker waits to be taken in.
         quorum: The rule by which rounds begin without some members; None: they have all.
         late_s: Under a quorum, time that the first member waits for further ones.
+        keyed: True if members' messages carry digests under the secret.
 
     Attributes:
         seat: The place of this worker.
@@ -110,10 +112,11 @@ class Party:
         grace_s: float,
         silence_s: float,
         patience_s: float,
+        keyed: bool,
         quorum: Quorum | None = None,
         late_s: float = 0.0,
     ) -> None:
-        self.board, self.least, self.late_s = board, least, late_s
+        self.board, self.least, self.late_s, self.keyed = board, least, late_s, keyed
         self.grace_s, self.silence_s, self.patience_s = grace_s, silence_s, patience_s
         told = f"{socket.gethostname()}:{os.getpid()}" if name is None else name
         self.seat = Seat(Member(new_id(), "".join(c for c in told if c.isprintable())[:MOST_NAME]), quorum)

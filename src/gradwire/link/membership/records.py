@@ -267,6 +267,11 @@ class Seal:
                 "`gradwire coordinate` prints"
             )
 
+    def key_of(self, purpose: str) -> bytes:
+        """Return a key for a purpose in this run, 32 bytes, from which neither the secret nor another key follows."""
+        body = f"gradwire key\0{self.run}\0{purpose}".encode()
+        return hashlib.blake2b(body, key=self.secret.encode(), digest_size=32).digest()
+
     def close(self, key: str, record: Record) -> str:
         """Return the value of a record at a key."""
         text = text_of(asdict(record))

@@ -61,7 +61,7 @@ class InProcessGroup(EpochGroup):
     """The members of an epoch that are threads of one process, seen from one of them."""
 
     def __init__(self, epoch: Epoch, place: int, meetings: Meetings) -> None:
-        self.epoch, self.place, self.store = epoch, place, dist.HashStore()
+        self.epoch, self.place, self.store, self._key = epoch, place, dist.HashStore(), b""
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device, self.meetings = False, torch.device("cpu"), meetings
         self._backend: Any = InProcessBackend(meetings, place)
@@ -185,7 +185,9 @@ class ReplayedMembership(Membership):
 
     def __init__(self, name: str, stop: Callable[[str], Any]) -> None:
         self.records = ReplayBoard()
-        super().__init__(self.records, name=name, least=1, grace_s=GRACE_S, silence_s=SILENCE_S, patience_s=GRACE_S)
+        super().__init__(
+            self.records, name=name, least=1, grace_s=GRACE_S, silence_s=SILENCE_S, patience_s=GRACE_S, keyed=False
+        )
         self.stop = stop
         self.meetings = Meetings(1)
 

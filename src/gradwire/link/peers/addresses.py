@@ -46,9 +46,12 @@ class Address:
             raise PayloadError("what the store holds is not the address of a rank")
         return Address(found[1].decode(), int(found[2]), found[3].decode())
 
-    def proof(self, said: bytes) -> bytes:
-        """Return a proof, sent after ``said``, that the sender knows the secret; the secret itself is never sent."""
-        return hmac.digest(bytes.fromhex(self.secret), said, "sha256")
+    def proof(self, said: bytes, key: bytes = b"") -> bytes:
+        """Return a proof, sent after ``said``, that the sender knows the secret, and the ranks' key if they have one.
+
+        Neither is ever sent.
+        """
+        return hmac.digest(bytes.fromhex(self.secret) + key, said, "sha256")
 
 
 def listening(store: Any) -> tuple[socket.socket, Address]:

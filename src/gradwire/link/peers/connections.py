@@ -5,7 +5,7 @@ that reads the end of a connection has read all notices before. A process that i
 nothing either.
 
 Of two ranks the higher connects to the lower. Both prove that they have read the lower one's secret in the group's
-store, without sending it.
+store, without sending it, and that they know the key of the group if it has one: strangers may read the store, too.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Connections:
             cannot be read any further.
         tick: Called about twice a second.
         storeless: Called if the store is gone before the addresses of all ranks were found in it.
+        key: Key that the ranks share; empty if they have none.
 
     Raises:
         OSError: no socket can listen.
@@ -100,8 +101,9 @@ class Connections:
         ended: Callable[[int, str | None], None],
         tick: Callable[[], None],
         storeless: Callable[[], None],
+        key: bytes = b"",
     ) -> None:
-        self._store, self.rank, self.world_size = store, rank, world_size
+        self._store, self.rank, self.world_size, self._key = store, rank, world_size, key
         self._heard, self._ended, self._tick, self._storeless = heard, ended, tick, storeless
         self._listener, self._own = listening(store)
         store.set(_key(rank), self._own.to_bytes())
@@ -197,14 +199,14 @@ class Connections:
             return None
         try:
             hello = _HELLO.pack(_MAGIC, self.rank)
-            made.sendall(hello + address.proof(hello))
+            made.sendall(hello + address.proof(hello, self._key))
             answer = bytearray()
             while len(answer) < PROOF_BYTES:
                 part = made.recv(PROOF_BYTES - len(answer))
                 if not part:
                     raise OSError("the connection was closed")
                 answer += part
-            if not hmac.compare_digest(answer, address.proof(_WELCOME + hello)):
+            if not hmac.compare_digest(answer, address.proof(_WELCOME + hello, self._key)):
                 raise OSError("somebody else listens there")
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # Until this arrives, the other side does not count this rank as connected.
@@ -299,11 +301,11 @@ class Connections:
         hello, proof = bytes(line.hello[: _HELLO.size]), bytes(line.hello[_HELLO.size : _HELLO_BYTES])
         magic, rank = _HELLO.unpack(hello)
         allowed = magic == _MAGIC and self.rank < rank < self.world_size
-        if not allowed or not hmac.compare_digest(proof, self._own.proof(hello)):
+        if not allowed or not hmac.compare_digest(proof, self._own.proof(hello, self._key)):
             self._drop(line)
             return
         line.rank = rank
-        line.send(self._own.proof(_WELCOME + hello))
+        line.send(self._own.proof(_WELCOME + hello, self._key))
         rest = bytes(line.hello[_HELLO_BYTES:])
         if rest:
             self._read(line, rest)

@@ -68,6 +68,7 @@ class Watch:
         rank: This rank.
         world_size: Number of ranks.
         hosted: True if a rank may hold the store, as in a process group.
+        key: Key that the ranks share; empty if they have none.
 
     Attributes:
         limit_s: Seconds without a sign of life after which a rank counts as ended; None: it never does.
@@ -80,7 +81,7 @@ class Watch:
     _others: ClassVar[weakref.WeakKeyDictionary[Group, Watch]] = weakref.WeakKeyDictionary()
     _making = threading.Lock()
 
-    def __init__(self, store: Any, rank: int, world_size: int, hosted: bool = True) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, hosted: bool = True, key: bytes = b"") -> None:
         self.store, self.rank, self.pid = store, rank, os.getpid()
         self.limit_s: float | None = None
         self.absence_s = math.inf
@@ -91,7 +92,8 @@ class Watch:
         self._ticked_s = time.monotonic()
         self._in_trouble = self.storeless = False
         self._ticked: weakref.WeakSet[Ticked] = weakref.WeakSet()
-        self._connections = Connections(store, rank, world_size, self._heard, self._ended, self._tick, self._alone)
+        told = (self._heard, self._ended, self._tick, self._alone)
+        self._connections = Connections(store, rank, world_size, *told, key)
 
     @classmethod
     def current(cls) -> Watch:
@@ -123,7 +125,8 @@ class Watch:
         with cls._making:
             found = cls._others.get(group)
             if found is None:
-                found = cls._others[group] = cls(group.store, group.rank, group.world_size, hosted=False)
+                key = group.key("signs of life")
+                found = cls._others[group] = cls(group.store, group.rank, group.world_size, hosted=False, key=key)
             return found
 
     def meet(self, ranks: Iterable[int]) -> None:

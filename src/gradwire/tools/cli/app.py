@@ -153,6 +153,7 @@ def train(
     method: o.TaskMethod = None,
     training: o.TrainingOptions,
     exchange: o.ExchangeOptions,
+    membership: o.JoinOptions,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run; all else is as it was")] = None,
@@ -171,7 +172,8 @@ def train(
 ) -> None:
     """Train a built-in task data-parallel, on local workers, simulated ones, or those that torchrun started.
 
-    With --lab the workers run on the hosts of an emulated cluster.
+    With --lab the workers run on the hosts of an emulated cluster. With --join this process is one worker of a training
+    whose workers come and go; --workers of them begin together, each with its part of --batch.
 
     Example: [cyan]gradwire train digits --method terngrad --workers 4[/cyan]
     """
@@ -191,12 +193,27 @@ def train(
             checkpoint_minutes=checkpoint_minutes,
             log_every=log_every,
         )
+        if membership.join is not None:
+            from gradwire.tools.cli import join_commands
+
+            allowed = set(context.params) - {"simulate", "lab", "ema"}
+            o.refuse_beside(context, "--join", allowed, "makes this process one worker")
+            beside: dict[str, Any] = {
+                "overwrite": overwrite,
+                "stop_after": stop_after,
+                "as_json": as_json,
+                "debug": debug,
+            }
+            join_commands.train(config, membership.join, membership.secret_file, out, **beside)
+            return
         commands.train(config, out, overwrite=overwrite, stop_after=stop_after, as_json=as_json, debug=debug)
 
 
 @app.command()
 def coordinate(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen; on all interfaces")] = ":29400",
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; without a host at all IPv4 addresses")
+    ] = ":29400",
     secret_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The secret: read, or drawn and written if there is no file")
     ] = None,
@@ -250,23 +267,34 @@ def compare(
 @o.with_records
 def run(
     *,
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A DDP script, unchanged")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments")] = None,
     method: o.Method = "terngrad",
     exchange: o.ExchangeOptions,
     seed: o.Seed = 0,
     lab: o.Lab = None,
+    membership: o.JoinOptions,
     torchrun: o.TorchrunOptions,
     standalone: Annotated[bool, typer.Option("--standalone", help="One machine", rich_help_panel=o.RENDEZVOUS)] = False,
     debug: o.Debug = False,
 ) -> None:
     """Run your own, unchanged DDP script under torchrun, with the method on every DDP module it builds.
 
-    With --lab, on every host of an emulated cluster.
+    With --lab, on every host of an emulated cluster. With --join it runs one worker of a training whose workers come
+    and go: a script that calls gw.join() without an address, and makes its own link. It is started again when it fails,
+    --max-restarts times in a row (3).
 
     Example: [cyan]gradwire run --nproc-per-node 4 --method terngrad train.py --epochs 3[/cyan]
     """
     with handled(debug):
+        if membership.join is not None:
+            from gradwire.tools.cli import join_commands
+
+            allowed = {"join", "secret_file", "script", "arguments", "max_restarts", "debug"}
+            o.refuse_beside(context, "--join", allowed, "runs a script that makes its own link")
+            told = (script, arguments or [], torchrun.max_restarts)
+            raise typer.Exit(join_commands.run(membership.join, membership.secret_file, *told))
         import gradwire as gw
         from gradwire.tools.cli.torchrun import command, replace_process, run_on_lab
         from gradwire.tools.experiments.config import LinkSettings

@@ -264,14 +264,19 @@ def train(
     with Progressing(debug) as progress:
         folder = run.train(config, progress, folder=out, overwrite=overwrite, stop_after=stop_after)
     if run.speaks():
-        _print([folder], folder / "report.html", as_json=as_json)
+        print_run(folder, as_json=as_json)
+
+
+def print_run(folder: Path, *, as_json: bool) -> None:
+    """Print a run's row of the table."""
+    _print([folder], folder / "report.html", as_json=as_json)
 
 
 def resume(folder: Path, *, stop_after: int | None, as_json: bool, debug: bool) -> None:
     """Continue a run, then print its row of the table."""
     with Progressing(debug) as progress:
         run.resume(folder, progress, stop_after=stop_after)
-    _print([folder], folder / "report.html", as_json=as_json)
+    print_run(folder, as_json=as_json)
 
 
 def compare(

@@ -20,18 +20,31 @@ MOST_SECRET_BYTES = 1024
 def coordinate(listen: str, secret_file: Path | None, state: Path | None, *, as_json: bool) -> None:
     """Keep the store of a membership until the process is told to end."""
     secret = None if secret_file is None else secret_of(secret_file)
+    # The store looks up the name of each client, and stands still until a name server has answered.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     made = gw.Coordinator(listen, secret=secret, state=state)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _closing(made))
-    address = f"{socket.gethostname()}:{made.port}"
+    address = reached_at(listen, made.port)
     begun = 0 if made.epoch is None else made.epoch.number
     if as_json:
         print_json([{"address": address, "port": made.port, "secret": made.secret, "epoch": begun}])
     else:
         if begun:
             print(f"gradwire: going on after epoch {begun}", flush=True)
-        print(f"gradwire: join with GRADWIRE_SECRET={made.secret} and gw.join({address!r})", flush=True)
+        variable = f"GRADWIRE_SECRET={made.secret} "
+        given, option = (variable, "") if secret_file is None else ("", f" --secret-file {secret_file}")
+        print("gradwire: workers join by one of these, on any machine that reaches this one", flush=True)
+        print(f"  {given}gradwire train digits --join {address}{option}", flush=True)
+        print(f"  {given}gradwire run --join {address}{option} script.py", flush=True)
+        print(f"  {given}python script.py  # with gw.join({address!r})", flush=True)
     made.serve()
+
+
+def reached_at(listen: str, port: int) -> str:
+    """Return the address by which workers reach a coordinator: the one given, or this machine's name."""
+    host = listen.rpartition(":")[0] if ":" in listen else listen
+    return f"{socket.gethostname() if host in ('', '0.0.0.0', '[::]') else host}:{port}"
 
 
 def _closing(coordinator: gw.Coordinator) -> Callable[[int, FrameType | None], None]:
@@ -53,6 +66,19 @@ def secret_of(path: Path) -> str:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(secrets.token_urlsafe(24) + "\n")
+    except OSError as error:
+        raise GradwireError(f"the secret in {path}: {error}") from error
+    return secret_in(path)
+
+
+def secret_in(path: Path) -> str:
+    """Return the secret in a file that is there.
+
+    Raises:
+        HyperparameterError: the file is empty, too long or not text.
+        GradwireError: it cannot be read.
+    """
+    try:
         with path.open("rb") as read:
             text = read.read(MOST_SECRET_BYTES).decode("ascii").strip()
     except UnicodeDecodeError:
@@ -60,5 +86,5 @@ def secret_of(path: Path) -> str:
     except OSError as error:
         raise GradwireError(f"the secret in {path}: {error}") from error
     if not text:
-        raise HyperparameterError(f"{path} is empty: remove it, and a secret is drawn and written there")
+        raise HyperparameterError(f"{path} is empty: `gradwire coordinate` draws a secret where there is no file")
     return text

@@ -15,7 +15,7 @@ import typer
 
 METHOD_HELP = 'Method and its settings, such as terngrad or "TernGrad(clip=None)"; see: gradwire methods'
 TRAINING, LINK, OUTPUT, RENDEZVOUS = "Training", "Gradient exchange", "Output", "torchrun"
-MODEL, CLUSTER = "Model", "Cluster"
+MODEL, CLUSTER, MEMBERS = "Model", "Cluster", "Workers that come and go"
 
 _training = partial(typer.Option, rich_help_panel=TRAINING)
 _link = partial(typer.Option, rich_help_panel=LINK)
@@ -163,6 +163,26 @@ class TorchrunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """Options by which a command takes part in a training whose workers come and go."""
+
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Be one worker of a training whose workers come and go, kept by gradwire coordinate there",
+            rich_help_panel=MEMBERS,
+        ),
+    ] = None
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The secret of that training; by default GRADWIRE_SECRET", rich_help_panel=MEMBERS
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Options of ``gradwire plan``."""
 
@@ -298,13 +318,16 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
     return expanded
 
 
-def refuse_beside(context: typer.Context, option: str, allowed: set[str]) -> None:
+def refuse_beside(
+    context: typer.Context, option: str, allowed: set[str], why: str = "continues a run as it was begun"
+) -> None:
     """Refuse options that the user gave beside one that decides all others.
 
     Args:
         context: Context of the command.
         option: The option that decides the others, as the user wrote it.
         allowed: Parameters of the command that may be given with it, including its own.
+        why: What the option does, so that the others have no place beside it.
 
     Raises:
         UsageError: others were given; the message names them.
@@ -319,7 +342,7 @@ def refuse_beside(context: typer.Context, option: str, allowed: set[str]) -> Non
         and getattr(context.get_parameter_source(parameter.name), "name", "") == "COMMANDLINE"
     ]
     if given:
-        raise UsageError(f"{option} continues a run as it was begun: leave {', '.join(given)} out")
+        raise UsageError(f"{option} {why}: leave {', '.join(given)} out")
 
 
 def check_figure(path: Path | None) -> None:

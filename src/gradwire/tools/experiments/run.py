@@ -20,7 +20,15 @@ from gradwire.tools.experiments.engines import simulated_engine
 from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps, write_durably
 from gradwire.tools.experiments.launch import run_workers
-from gradwire.tools.experiments.run_record import Audience, check_workers, config_of, default_folder, report, slug
+from gradwire.tools.experiments.run_record import (
+    MEMBERSHIP,
+    Audience,
+    check_workers,
+    config_of,
+    default_folder,
+    report,
+    slug,
+)
 from gradwire.tools.experiments.train import OnStep, Row, Trainer
 from gradwire.tools.experiments.worker import stops_on, train_under_torchrun
 from gradwire.tools.lab import missing
@@ -106,8 +114,13 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
     if under_torchrun():
         raise UsageError("--resume starts the run's own workers: call gradwire train --resume without torchrun")
     run = RunFolder(folder)
+    config = run.read_config()
+    if MEMBERSHIP in config:
+        raise UsageError(
+            f"{folder} is of a worker that came and went (--join): join again, and the members hand over their state"
+        )
     try:
-        plan = RunConfig.from_json(run.read_config()["plan"])
+        plan = RunConfig.from_json(config["plan"])
     except (KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{folder / 'config.json'} holds no plan of this version: {error}") from error
     steps = checkpoint_steps(folder)

@@ -18,6 +18,9 @@ from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.folder import RECORD
 from gradwire.tools.experiments.train import Row
 
+MEMBERSHIP = "membership"
+"""Field of a run's record with the coordinator's address, if workers came and went."""
+
 WORKER_BYTES = 300_000_000
 """Least memory of a worker: Python, torch and a small model."""
 

@@ -27,11 +27,15 @@ class Transport(ABC):
         rank: This rank among them.
         world_size: Number of these ranks.
         awaited: What a thread waits for at the moment; None while it does not wait.
+        keyed_bytes: Bytes of the digest under a key beside each message; 0: messages have none.
+        starts: False if every operation needs the thread of the lane, and :meth:`start` raises.
     """
 
     rank: int
     world_size: int
     awaited: object = None
+    keyed_bytes: int = 0
+    starts: bool = True
 
     @abstractmethod
     def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:

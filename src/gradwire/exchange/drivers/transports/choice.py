@@ -86,15 +86,21 @@ def device_of(device: torch.device) -> Device:
     return HostDevice() if device.type == "cpu" else CudaDevice(device)
 
 
-def connector(transport: str, device: Device, on_device: bool, checks: Checks) -> Connect:
+def connector(transport: str, device: Device, on_device: bool, checks: Checks, key: bytes = b"") -> Connect:
     """Return a function that connects ranks by a transport.
 
     Args:
         on_device: See :func:`choose_transport`.
         checks: Takes the results of checks of values that are reduced on a device.
+        key: Key of the messages; see :class:`gradwire.exchange.drivers.transports.notes.Notes`. Empty: they have none.
+
+    Raises:
+        IncompatibleError: there is a key, and the transport has no digests.
     """
     if transport == "gloo" or not on_device:
-        return GlooTransport
+        return partial(GlooTransport, key=key) if key else GlooTransport
+    if key:
+        raise IncompatibleError(f"transport={transport!r} has no keyed digests: payloads in main memory have")
     return partial(_over_nccl, device, checks) if transport == "nccl" else partial(_staged, device)
 
 

@@ -13,13 +13,18 @@ import torch
 import torch.distributed as dist
 
 from gradwire.exchange.drivers.tables import announce, announced
-from gradwire.exchange.drivers.traffic import LENGTH_BYTES, gathers, large
+from gradwire.exchange.drivers.traffic import gathers, large
 from gradwire.exchange.drivers.transports.base import Transport, Turn, reduce_by_gather
+from gradwire.exchange.drivers.transports.notes import TO_ALL, Notes
 from gradwire.exchange.drivers.transports.receives import MOST_TAGS, Receives, Slot
+from gradwire.exchange.drivers.transports.ring import ring_combined, ring_shares
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 
 NEVER_SENT = MOST_TAGS - 1
 """Tag of a message that no rank sends."""
+
+BROADCAST = MOST_TAGS
+"""Tag in the digest of a broadcast, which Gloo sends under tags of its own."""
 
 
 def _options(op: Any) -> Any:
@@ -67,11 +72,18 @@ class GlooTransport(Transport):
         rank: This rank.
         world_size: Number of ranks.
         timeout: Timeout of each collective.
+        key: See :class:`gradwire.exchange.drivers.transports.notes.Notes`. With a key, reductions are made of messages
+            that carry digests, in the order and with the bits of Gloo's own.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta, key: bytes = b"") -> None:
         self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         self.rank, self.world_size = rank, world_size
+        self._notes = Notes(rank, key)
+        self.keyed_bytes = self._notes.keyed_bytes
+        # A digest is checked on the thread that waits for the message.
+        self.starts = not key
+        self._rooms: dict[str, torch.Tensor] = {}
         self._receives: Receives | None = Receives(self._backend, world_size)
         self._reductions = self._operations = 0
         self._meet()
@@ -87,6 +99,8 @@ class GlooTransport(Transport):
         self._backend = self._receives = None
 
     def start(self, op: Op) -> tuple[torch.futures.Future[Any], torch.Tensor]:
+        if not self.starts:
+            return super().start(op)
         if isinstance(op, AllToAll):
             return self._backend.alltoall_base(op.recv, op.send, [], []).get_future(), op.recv
         if isinstance(op, Reduce) and not gathers(op):
@@ -109,8 +123,31 @@ class GlooTransport(Transport):
             self._reductions += 1
             gather = partial(self._gather, job=job)
             return reduce_by_gather(op, self.rank, self.world_size, self._reductions, gather)
+        if self.keyed_bytes:
+            return self._reduce(op, turn, job)
         self._wait_for(self._start_reduce(op))
         return op.value
+
+    def _reduce(self, op: Reduce, turn: Turn, job: str | None) -> torch.Tensor:
+        """Reduce by an all-to-all of shares and an all-gather of what was combined, with the bits of Gloo's ring."""
+        n, flat = self.world_size, op.value.view(-1)
+        share = ring_shares(flat.numel(), flat.element_size(), n)
+        send, recv, combined = (self._room(name, n * share * flat.element_size()) for name in ("up", "in", "down"))
+        whole = send.view(flat.dtype)
+        whole[: flat.numel()].copy_(flat)
+        whole[flat.numel() :].zero_()
+        rows = self._exchange(send.view(n, -1), AllToAll(send.view(n, -1), recv.view(n, -1)), turn, job)
+        mine = ring_combined(rows.view(flat.dtype), self.rank, op.op).view(torch.uint8)
+        reply = self._exchange([mine] * n, AllGather(mine, combined.view(n, -1)), turn, job)
+        flat.copy_(reply.reshape(-1).view(flat.dtype)[: flat.numel()])
+        return op.value
+
+    def _room(self, name: str, size: int) -> torch.Tensor:
+        """Return a buffer that is kept: fresh pages would cost more than the sum."""
+        found = self._rooms.get(name)
+        if found is None or len(found) < size:
+            found = self._rooms[name] = torch.empty(size, dtype=torch.uint8)
+        return found[:size]
 
     def end_job(self) -> None:
         self._operations = 0
@@ -137,63 +174,89 @@ class GlooTransport(Transport):
         Mbit/s, 400 kB a row, on a machine with other work to do: 1.19 times the bytes over the bandwidth, 1.27 if each
         receive is posted in its round, an all-to-all 1.4 to 1.7; at 1 Gbit/s 1.5 and 1.9.
 
-        Lengths, which are needed to read rows, travel beside them.
+        Lengths, which are needed to read rows, and digests travel beside them. A digest is computed while its row
+        leaves, and checked while other rows are still on their way.
         """
         n, rank, in_turn = self.world_size, self.rank, large(op)
         others = [(rank + places) % n for places in range(1, n)]
+        sources = others[::-1]
         room = op.recv.view(n, -1)
         place = self._place(job)
-        slot, told = self._slot(place, room.shape[1]), None
-        rows = slot.post(reversed(others), room)
-        if op.lengths is not None:
-            told = self._slot(place, LENGTH_BYTES, "lengths")
-            words = told.post(reversed(others), torch.empty((n, LENGTH_BYTES), dtype=torch.uint8))
+        slot = self._slot(place, room.shape[1])
+        rows = slot.post(sources, room)
+        told, came = self._posted_notes(place, op.lengths is not None, sources)
         rows[rank].copy_(leaving[rank])
-        sent = []
-        if op.lengths is not None and told is not None:
-            notes = announce(op.lengths)
-            sent = [self._send(notes[to], to, told.tag) for to in others]
+        sent, notes = [], self._notes.begin(op.lengths, n)
         with turn() if in_turn else nullcontext():
             for to in others:
                 row = leaving[to] if op.lengths is None else leaving[to][: int(op.lengths[to])]
                 work = self._send(row, to, slot.tag)
+                if told is not None:
+                    sent.append(self._send(self._notes.seal(notes[to], row, to, slot.tag), to, told.tag))
                 if in_turn:
                     self._wait_for(work)
                 else:
                     sent.append(work)
-        if told is not None:
-            self._wait_for(told)
-            lengths = announced(words, rank, room.shape[1])
-            if op.arrived is not None:
-                op.arrived.copy_(lengths)
-        self._wait_for(slot)
+        self._come(slot, rows, told, came, sources, op.arrived)
         for work in sent:
             self._wait_for(work)
         return rows.view(op.recv.shape)
 
+    def _posted_notes(self, place: Hashable, varies: bool, sources: Sequence[int]) -> tuple[Slot | None, torch.Tensor]:
+        """Post the receives of the notes beside rows, if there are any; return their slot, and the notes to come."""
+        size = self._notes.size(varies)
+        notes = torch.empty((self.world_size, size), dtype=torch.uint8)
+        told = self._slot(place, size, "notes") if size else None
+        return told, notes if told is None else told.post(sources, notes)
+
+    def _come(
+        self,
+        slot: Slot,
+        rows: torch.Tensor,
+        told: Slot | None,
+        notes: torch.Tensor,
+        sources: Sequence[int],
+        arrived: torch.Tensor | None,
+    ) -> None:
+        """Wait for rows and the notes beside them; check each row as soon as it is here.
+
+        Args:
+            arrived: Takes the lengths of rows, by the position of the sender among all ranks; None: they do not vary.
+        """
+        if arrived is not None:
+            arrived.zero_()
+        for source in sources:
+            # A length that is wrong is told at once, where the row may never come.
+            if told is not None:
+                told.wait_for(source)
+            size = rows.shape[-1]
+            if arrived is not None:
+                size = self._notes.length(notes[source], size, source)
+                arrived[source] = size
+            slot.wait_for(source)
+            self._notes.check(notes[source], rows[source][:size], source, slot.tag)
+
     def _swap(self, op: SendRecv, turn: Turn, job: str | None) -> torch.Tensor:
-        """Send to one rank and receive from one: the row, and beside it its length if the operation has one."""
+        """Send to one rank and receive from one: the row, and beside it its note if there is one."""
         sources = [] if op.source is None else [op.source]
-        place = self._place(job)
-        slot, told, row = self._slot(place, op.recv.numel()), None, op.send
-        room = op.recv.expand(self.world_size, -1)
-        reply = slot.post(sources, room)
-        sent = []
+        place, varies = self._place(job), op.lengths is not None
+        slot, row = self._slot(place, op.recv.numel()), op.send
+        reply = slot.post(sources, op.recv.expand(self.world_size, -1))
+        told, came = self._posted_notes(place, varies, sources)
         if op.lengths is not None:
-            told = self._slot(place, LENGTH_BYTES, "lengths")
-            words = told.post(sources, torch.empty((self.world_size, LENGTH_BYTES), dtype=torch.uint8))
             row = op.send[: int(op.lengths)]
         if large(op):
             _pass_by(turn)
+        sent = []
         if op.to is not None:
-            if op.lengths is not None and told is not None:
-                sent.append(self._send(announce(op.lengths)[0], op.to, told.tag))
             sent.append(self._send(row, op.to, slot.tag))
-        if told is not None:
-            self._wait_for(told)
-            if op.source is not None and op.arrived is not None:
-                op.arrived.copy_(announced(words[op.source : op.source + 1], -1, op.recv.numel(), op.source))
-        self._wait_for(slot)
+            if told is not None:
+                note = self._notes.begin(op.lengths, 1)[0]
+                sent.append(self._send(self._notes.seal(note, row, op.to, slot.tag), op.to, told.tag))
+        arrived = torch.zeros(self.world_size, dtype=torch.int64) if varies else None
+        self._come(slot, reply, told, came, sources, arrived)
+        if op.source is not None and op.arrived is not None and arrived is not None:
+            op.arrived.copy_(arrived[op.source])
         for work in sent:
             self._wait_for(work)
         return op.recv if op.source is None else reply[op.source]
@@ -230,5 +293,14 @@ class GlooTransport(Transport):
             if self.rank != op.root:
                 op.length.copy_(announced(told, -1, row.numel(), op.root))
             row = row[: int(op.length)]
-        self._wait_for(self._backend.broadcast([row], options))
+        works = [self._backend.broadcast([row], options)]
+        note = self._notes.begin(None, 1)[0]
+        if len(note):
+            if self.rank == op.root:
+                self._notes.seal(note, row, TO_ALL, BROADCAST)
+            works.append(self._backend.broadcast([note], options))
+        for work in works:
+            self._wait_for(work)
+        if self.rank != op.root:
+            self._notes.check(note, row, op.root, BROADCAST, TO_ALL)
         return op.value

@@ -107,7 +107,11 @@ class Slot:
     def wait(self) -> None:
         """Wait for the messages."""
         for source in self._now:
-            self._works.pop(source).wait()
+            self.wait_for(source)
+
+    def wait_for(self, source: int) -> None:
+        """Wait for the message of one of the ranks."""
+        self._works.pop(source).wait()
 
     def post_next(self) -> None:
         """Post the receives of the next messages from the same ranks, into rows of this slot."""

@@ -1,0 +1,213 @@
+"""The training of a task by a worker that comes and goes: its engine, its loop, and its run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradwire as gw
+from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.engine import LinkEngine, build_model, link_options, score_share
+from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.experiments.folder import RunFolder
+from gradwire.tools.experiments.order import DataOrder
+from gradwire.tools.experiments.run import check_link
+from gradwire.tools.experiments.run_record import MEMBERSHIP, Audience, config_of, default_folder, report
+from gradwire.tools.experiments.tasks.graph import GraphTask
+from gradwire.tools.experiments.train import Trainer
+
+
+class Progress:
+    """The steps of a training and the buffers of its model, which a new member takes over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.step = 0
+        self._buffers = dict(model.named_buffers())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and the buffers."""
+        return {"step": self.step, "buffers": self._buffers}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the number of steps, and the buffers."""
+        self.step = int(state["step"])
+        for name, buffer in self._buffers.items():
+            buffer.copy_(state["buffers"][name])
+
+
+class MemberEngine(LinkEngine):
+    """An :class:`~gradwire.tools.experiments.engine.Engine` of one member, which reports and evaluates by itself.
+
+    All members hold the same parameters after a round, so that each can evaluate without the others.
+
+    Args:
+        plan: Settings of the run; ``plan.task.batch`` is that of ``plan.workers`` members.
+        membership: The membership.
+
+    Raises:
+        UsageError: samples of the task belong to workers, so that they cannot come and go.
+    """
+
+    link: gw.Link
+    rank, world_size = 0, 1
+
+    def __init__(self, plan: RunConfig, membership: gw.Membership) -> None:
+        self.plan, self.membership = plan, membership
+        self.model: nn.Module = build_model(plan)
+        self.source = plan.task.load()
+        if not isinstance(plan.task.order(plan.seed, self.source.samples, plan.workers), DataOrder):
+            raise UsageError(f"{plan.task.name}: each worker owns samples; workers that come and go share all of them")
+        for parameter in plan.task.decayed(self.model) if plan.task.decay else ():
+            parameter.register_hook(self._decay(parameter))
+        self.optimizer = plan.task.build_optimizer(self.model)
+        self.progress = Progress(self.model)
+        self.local = gw.method(plan.method).traits.local_steps > 0
+        self._sampler = gw.ElasticSampler(
+            self.source.samples, membership, plan.task.batch // plan.workers, seed=plan.seed
+        )
+        membership.carry(progress=self.progress)
+        options = {**link_options(plan, self.optimizer), "optimizer": self.optimizer}
+        group: Any = membership
+        self.link = gw.Link(self.model.named_parameters(), plan.method, group=group, **options)
+
+    def _decay(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        factor = self.plan.task.decay
+        return lambda gradient: gradient + parameter.detach() * factor
+
+    def backward(self, step: int) -> float:
+        """Compute the mean gradient of a step, unless the method has local steps.
+
+        Raises:
+            LeftOutError: the others went on without this worker, and have taken it in again.
+        """
+        batch = self._sampler.draw() or []
+        inputs, targets = self.source.batch(torch.tensor(batch), slice(0, len(batch)), seed=self.plan.seed, step=step)
+        loss = self.plan.task.loss(self.model(inputs), targets)
+        loss.backward()
+        if not self.local:
+            self.link.reduce_()
+        return float(loss.detach())
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Return the values: each member tells its own."""
+        return list(values)
+
+    def score(self) -> tuple[float, float]:
+        """Evaluate the model on all of the evaluation data."""
+        with self.link.global_parameters() if self.local else contextlib.nullcontext():
+            loss, right, count = score_share(self.plan, self.model, self.source.evaluation(0, 1))
+        return loss / count, right / count
+
+    def barrier(self) -> None:
+        """Wait for nobody: a member writes its own folder."""
+
+    def gauges(self) -> list[dict[str, float]]:
+        """Return the method's gauges of this member's latest step."""
+        return [self.link.gauges()]
+
+
+class MemberTrainer(Trainer):
+    """Trains until the last step, or until this member has left."""
+
+    engine: MemberEngine
+
+    def run(self, stop_after: int | None = None) -> None:
+        """Train from the step of the others to the last, or to ``stop_after``, and write a checkpoint."""
+        last = min(self.plan.task.steps, stop_after or self.plan.task.steps)
+        membership, progress = self.engine.membership, self.engine.progress
+        self.step = progress.step
+        self._record_link()
+        if self.step == 0:
+            self._evaluate()
+        evaluated = self.step
+        while self.step < last and not membership.left:
+            self._tell("training")
+            times = membership.counts["left_out"]
+            try:
+                self._one_step()
+            except gw.LeftOutError:
+                self.optimizer.zero_grad()
+                self.step = progress.step
+                continue
+            if membership.counts["left_out"] > times:
+                # What it has learnt meanwhile is gone: it goes on where the others are.
+                self.step = progress.step
+                continue
+            progress.step = self.step
+            if self.step % self.plan.log_every == 0 or self.step == last:
+                self._log()
+            if self.step % self.plan.task.eval_every == 0:
+                self._evaluate()
+                evaluated = self.step
+            if self._is_due or (self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0):
+                self.save()
+        if self._losses:
+            self._log()
+        if evaluated != self.step:
+            self._evaluate()
+        self.save()
+        self._record_link()
+
+
+@contextlib.contextmanager
+def _told(audience: Audience) -> Iterator[None]:
+    """Tell who comes and goes, and warnings, in the body."""
+
+    class Teller(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            audience.say(record.getMessage())
+
+    logger, teller = logging.getLogger("gradwire"), Teller(logging.INFO)
+    level = logger.level
+    logger.addHandler(teller)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(teller)
+        logger.setLevel(level)
+
+
+def train_as_member(
+    plan: RunConfig,
+    audience: Audience,
+    address: str,
+    secret: str | None,
+    *,
+    folder: Path | None = None,
+    overwrite: bool = False,
+    stop_after: int | None = None,
+) -> Path:
+    """Train as one member of a training whose workers come and go; return the run folder, which is its own.
+
+    As many workers as ``plan.workers`` begin together, and later ones are taken in. On SIGTERM it leaves after the
+    current round.
+
+    Raises:
+        GradwireError: the run cannot be started, nobody takes this worker in, or the training has failed.
+    """
+    if isinstance(plan.task, GraphTask):
+        raise UsageError("graph: each worker owns a part of the graph, and cannot come and go: leave --join out")
+    if plan.task.ema:
+        raise UsageError("ema: a moving average of the weights is not handed to new members: leave --ema or --join out")
+    check_link(plan)
+    plan.task.check_data()
+    gw.warm_up(plan.method)
+    torch.set_num_threads(plan.threads)
+    with _told(audience), gw.join(address, secret=secret, least=plan.workers) as membership:
+        engine = MemberEngine(plan, membership)
+        run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
+        run.write_config({**config_of(plan), MEMBERSHIP: address})
+        audience.start(plan)
+        MemberTrainer(plan, engine, run, audience.row, audience.step).run(stop_after)
+        if membership.left:
+            audience.say(f"left after step {engine.progress.step}; the others go on")
+    report([run.path], run.path)
+    return run.path

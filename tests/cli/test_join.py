@@ -1,0 +1,174 @@
+"""``gradwire train --join`` and ``gradwire run --join``, with real processes that come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradwire.tools.cli.app import app
+from gradwire.tools.cli.coordinate_command import reached_at
+from gradwire.tools.cli.join_commands import keep_running
+
+WAIT_S = 240.0
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import gradwire as gw
+
+told, rounds, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+with told.open("a") as file:
+    file.write("began\\n")
+with gw.join(least=1) as membership:
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    link = gw.Link([parameter], "fp32", group=membership)
+    end = link.round + rounds
+    while link.round < end and not membership.left:
+        parameter.grad = torch.ones(100)
+        try:
+            link.reduce_()
+        except gw.LeftOutError:
+            continue
+        if told.read_text().count("began") <= kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+    with told.open("a") as file:
+        file.write(f"{membership.left}\\n")
+"""
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+class Running:
+    """A command, and what it has printed so far."""
+
+    def __init__(self, folder: Path, name: str, *words: object, secret: str | None = None) -> None:
+        self.out = folder / f"{name}.txt"
+        environment = {**os.environ, **({} if secret is None else {"GRADWIRE_SECRET": secret})}
+        command = [sys.executable, "-m", "gradwire", *map(str, words)]
+        with self.out.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, env=environment)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        end_s = time.monotonic() + WAIT_S
+        while time.monotonic() < end_s:
+            found = re.search(pattern, self.out.read_text())
+            if found:
+                return found
+            assert self.process.poll() is None, self.out.read_text()
+            time.sleep(0.05)
+        raise AssertionError(self.out.read_text())
+
+    def end(self) -> int:
+        return self.process.wait(WAIT_S)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Running]:
+    made = Running(tmp_path, "coordinator", "coordinate", "--listen", "127.0.0.1:0", "--secret-file", "secret.txt")
+    yield made
+    made.process.terminate()
+    assert made.end() == 0
+
+
+def test_a_task_is_trained_by_workers_that_come_and_go(tmp_path: Path, coordinator: Running) -> None:
+    address = coordinator.wait_for(r"train digits --join (\S+) --secret-file secret.txt")[1]
+    words = ("train", "digits", "--join", address, "--secret-file", "secret.txt", "--steps", 4000, "--eval-every", 4000)
+    with_it = ("--log-every", 5, "--workers", 2, "--batch", 64)
+    workers = [Running(tmp_path, name, *words, *with_it, "--out", name) for name in "abc"]
+    try:
+        a, b, c = workers
+        # Two begin together, and the third is taken in, whichever it is.
+        c.wait_for(r"epoch \d+ from round \d+ with 3 members")
+        b.process.kill()
+        a.wait_for(r"with 2 members; lost \S+")
+        for worker in (a, c):
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.end() == 0
+            worker.wait_for(r"left after step \d+; the others go on") if worker is a else None
+        rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+        assert rows[-1]["event"] == "eval"
+        assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+        assert (tmp_path / "a" / "report.html").exists()
+        resumed = call("train", "--resume", tmp_path / "a")
+        assert resumed.exit_code == 2
+        assert "join again" in resumed.output
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.process.wait()
+
+
+def test_a_script_that_is_killed_is_started_again_and_comes_in(tmp_path: Path, coordinator: Running) -> None:
+    address = coordinator.wait_for(r"run --join (\S+)")[1]
+    secret = (tmp_path / "secret.txt").read_text().strip()
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = ("run", "--join", address, "--max-restarts", 1)
+    other = Running(tmp_path, "other", *words, "script.py", "other.log", 1 << 30, 0, secret=secret)
+    try:
+        end_s = time.monotonic() + WAIT_S
+        while not (tmp_path / "other.log").exists() and time.monotonic() < end_s:
+            time.sleep(0.05)
+        once = Running(tmp_path, "once", *words, "script.py", "once.log", 10, 1, secret=secret)
+        assert once.end() == 0
+        assert "was killed by SIGKILL (out of memory?): starting it again" in once.out.read_text()
+        assert (tmp_path / "once.log").read_text().split() == ["began", "began", "False"]
+        # Told to end, it passes that on, and does not start the script again.
+        other.process.send_signal(signal.SIGTERM)
+        assert other.end() == 0
+        assert (tmp_path / "other.log").read_text().split() == ["began", "True"]
+    finally:
+        other.process.kill()
+        other.process.wait()
+
+
+@pytest.mark.parametrize(("script", "code"), [("import os; os.kill(os.getpid(), 9)", 128 + 9), ("exit(7)", 7)])
+def test_a_script_that_fails_again_and_again_ends_with_its_code(
+    script: str, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert keep_running([sys.executable, "-c", script], dict(os.environ), 2) == code
+    told = capfd.readouterr().err
+    assert told.count("starting it again") == 2
+    assert told.strip().endswith("after 2 restarts")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "digits", "--join", "h:1"], "give --secret-file, or set GRADWIRE_SECRET"),
+        (["train", "digits", "--join", "h:1", "--simulate"], "makes this process one worker: leave --simulate out"),
+        (["train", "graph", "--join", "h:1", "--secret-file", "s"], "each worker owns a part of the graph"),
+        (["run", "--join", "h:1", "--nproc-per-node", "2", "x.py"], "makes its own link: leave --nproc-per-node out"),
+        (["run", "--join", "h:1", "--method", "fp32", "x.py"], "makes its own link: leave --method out"),
+        (["run", "--join", "h:1", "x.py"], "script x.py does not exist"),
+    ],
+)
+def test_what_has_no_place_beside_join_is_refused(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("GRADWIRE_SECRET", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("s").write_text("0123456789abcdef\n")
+    result = call(*words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_the_address_told_is_the_one_that_was_given() -> None:
+    assert reached_at("10.0.0.1:29400", 29400) == "10.0.0.1:29400"
+    assert reached_at("10.0.0.1:0", 7) == "10.0.0.1:7"
+    assert reached_at("[fd00::1]:29400", 29400) == "[fd00::1]:29400"
+    assert reached_at(":29400", 29400).endswith(":29400")
+    assert not reached_at(":29400", 29400).startswith(":")
