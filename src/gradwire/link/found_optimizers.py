@@ -187,6 +187,9 @@ def check_unscaled(method: Method, grad_scaler: Any) -> None:
 
 def _scaling() -> bool:
     """Return whether a scaler has scaled a loss; one that waits for garbage collection counts, too."""
-    # type(), since reading the class of some proxy objects has side effects.
-    scalers = (o for o in gc.get_objects() if issubclass(type(o), torch.amp.GradScaler))
+    # type(), since reading the class of some proxy objects has side effects; by type first, since there are hundreds of
+    # thousands of objects.
+    everything = gc.get_objects()
+    kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, torch.amp.GradScaler)}
+    scalers = (o for o in everything if type(o) in kinds) if kinds else ()
     return any(scaler.is_enabled() and getattr(scaler, "_scale", None) is not None for scaler in scalers)
