@@ -33,12 +33,12 @@ from benchmarks.pages import (
     publishing_page,
     quantisers_page,
     speeds_page,
+    state_page,
     steps_page,
     trials_page,
     two_level_page,
 )
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 INDEX = """\
 # Every measurement and its command
 
@@ -323,10 +323,11 @@ def measurements() -> str:
     return f"{INDEX}{index.split('<!-- index: end -->')[0].replace('](../docs/', '](').rstrip()}\n"
 
 
-def with_measured(page: str, measured: str) -> str:
-    """Return a page with what was measured between its two marks."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{measured}\n{END}{rest.split(END)[1]}"
+def with_measured(page: str, measured: str, mark: str = "measured") -> str:
+    """Return a page with what was measured, or else generated, between its two marks."""
+    begin, end = (f"<!-- {mark}: {word} -->" for word in ("begin", "end"))
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n{measured}\n{end}{rest.split(end)[1]}"
 
 
 def main() -> int:
@@ -355,7 +356,9 @@ def main() -> int:
         joined: with_measured(joined.read_text(), integrations_page.measured()),
         which: with_measured(which.read_text(), local_page.advice()),
         publishing: with_measured(publishing.read_text(), publishing_page.measured()),
-        membership: with_measured(membership.read_text(), speeds_page.measured()),
+        membership: with_measured(
+            with_measured(membership.read_text(), speeds_page.measured()), state_page.table(), "state"
+        ),
         ROOT / "README.md": with_measured(readme, readme_table()),
     }
     others = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from remembering import REMEMBERING
 
 SIZE = 640
 
@@ -111,58 +112,6 @@ def test_the_largest_round_is_taken() -> None:
     link.load_state_dict(changed("global", "round", torch.tensor(2**48 - 1)))
     link.reduce_(gradients())
     assert link.round == 2**48
-
-
-REMEMBERING = [
-    gw.method(spec)
-    for spec in (
-        "diana",
-        "DIANA(momentum=0.5)",
-        "ef21",
-        "EF21(momentum=0.5)",
-        "errorfeedback",
-        "ErrorFeedback(compressor=GRandK(cycle=4))",
-        "ef_signsgd",
-        "EFSignSGD(block_size=64, momentum=0.5)",
-        "onebit",
-        "powersgd",
-        "acp_sgd",
-        "gtopk",
-        "clt_k",
-        "lgc",
-        "LGC(density=0.1, full_rounds=0, training_rounds=1)",
-        "LGC(instance='parameter_server', density=0.1, full_rounds=0, training_rounds=1)",
-        "rank_curve",
-        "RankCurve(density=0.1, full_rounds=0, training_rounds=1)",
-        "dgc",
-        "DGC(density=0.1, clip_norm=1.0, warmup_rounds=1)",
-        "sketched_sgd",
-        "SketchedSGD(momentum=0.5)",
-        "sketched_amsgrad",
-        "signum",
-        "ALQ()",
-        "ALQN()",
-        "AMQ()",
-        "AMQN()",
-        "Coded(compressor=ErrorFeedback())",
-        "Hierarchical(compressor=ErrorFeedback(), node_size=1)",
-        "Hierarchical(compressor=ALQ(), node_size=1)",
-        "AsyncServer(ErrorFeedback(TopK(density=0.1)))",
-        "local_sgd",
-        "DiLoCo(inner=ErrorFeedback())",
-        "StreamingDiLoCo(inner=ErrorFeedback())",
-        "SparseLoCo(density=0.05)",
-        "easgd",
-        "choco_sgd",
-        "ChocoSGD(compressor=TopK(density=0.1), gamma=0.1)",
-        "power_gossip",
-        "PowerGossip(iterations=2)",
-        "l_greco",
-        "LGreCo(every=1)",
-        "ErrorFeedback(compressor=LGreCo(compressor=TopK(), field='density', values=(0.1,), every=2))",
-        "Scheduled(compressor=ErrorFeedback(compressor=TopK()), rounds=4)",
-    )
-]
 
 
 def trained(method: gw.Method | str) -> gw.SimulatedLink:
@@ -276,3 +225,16 @@ def rewind_over_a_skipped_round() -> tuple[bool, bool]:
 @pytest.mark.ranks
 def test_a_skipped_round_is_not_skipped_again_after_rewinding(three_ranks: Any) -> None:
     assert three_ranks(rewind_over_a_skipped_round) == [(True, True)] * 3
+
+
+@pytest.mark.parametrize("method", REMEMBERING, ids=repr)
+def test_what_is_a_ranks_own_is_as_declared(method: gw.Method) -> None:
+    state, traits = trained(method).state_dict(), method.traits
+    assert {*traits.own, *traits.of_ranks} <= set(traits.remembers)
+
+    def kinds(scope: str) -> set[str]:
+        keys = [key.removeprefix("value/") for key in state[scope]]
+        return {key.partition("/")[0].partition("@")[0] for key in keys} & set(traits.remembers)
+
+    assert kinds("rank 0") <= set(traits.own)
+    assert not (kinds("replicated") | kinds("global")) & set(traits.own)

@@ -32,6 +32,10 @@ class Traits:
         on_device: True if its computations outside kernels stay on the device of a vector.
         remembers: The kinds of vectors and the names of values that it keeps as state in
             :class:`gradwire.exchange.protocols.Memory`.
+        own: Those of ``remembers`` that each rank keeps for itself; all others are the same on all ranks.
+        of_ranks: Those of ``remembers`` that are right only for the ranks that made them, such as the mean of what each
+            has sent before. They begin anew when the ranks change.
+        of_first: Those of ``remembers`` that rank 0 alone holds until it has sent them to all.
         waiting: The kind of vector that holds the part not sent yet, if the method keeps one.
         min_numel: Parameters with fewer elements are sent in float32, unless the user sets another limit.
         local_steps: Number of optimizer steps between two exchanges of their changes; 0: gradients are exchanged at
@@ -79,6 +83,9 @@ class Traits:
     open_coders: tuple[str, ...] = ()
     on_device: bool = False
     remembers: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    of_ranks: tuple[str, ...] = ()
+    of_first: tuple[str, ...] = ()
     waiting: str = "residual"
     min_numel: int = 1024
     local_steps: int = 0

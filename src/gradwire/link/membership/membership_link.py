@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from gradwire.errors import (
     ExchangeError,
-    GradwireError,
     IncompatibleError,
     LeftOutError,
     PayloadError,
@@ -26,6 +25,7 @@ from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
 from gradwire.link.membership import steps as p
 from gradwire.link.membership.epoch_link import LOOK_S, keep_watch
+from gradwire.link.membership.method_rules import refusal
 from gradwire.link.membership.party import COUNTED, Party
 from gradwire.link.membership.records import Epoch, EpochReport, Request, text_of
 from gradwire.link.membership.store_steps import StoreSteps
@@ -100,17 +100,11 @@ class MembershipLink(StoreSteps):
         """Check what the user asked for; return the digest of what all members must have in common."""
         parameters, method, count, options = self._asked
         self.method, self.options = read_method(method), Options.of(options)
-        named, traits = named_parameters(parameters), self.method.traits
-        refused = {
-            "ranks keep parameters of their own": traits.outcomes_differ,
-            "it tries several methods": bool(traits.tries),
-            "a fallback is chosen over fixed ranks": self.options.fallback is not None,
-            "an exchange is in flight while the training goes on": bool(getattr(self.method, "delay", 0)),
-            "its groups of ranks are fixed": _has_scopes(self.method),
-        }
-        for reason, holds in refused.items():
-            if holds:
-                raise IncompatibleError(f"{self.method!r} cannot follow members that come and go: {reason}")
+        named, reason = named_parameters(parameters), refusal(self.method)
+        if self.options.fallback is not None:
+            reason = "a fallback is chosen over fixed ranks"
+        if reason is not None:
+            raise IncompatibleError(f"{self.method!r} cannot follow members that come and go: {reason}")
         if any(tensor.device.type != "cpu" for tensor in named.values()):
             raise IncompatibleError("a membership exchanges over Gloo: parameters in main memory are needed")
         shared = {"lanes": count, "carried": sorted(self._party.carried), "keyed": self._party.keyed}
@@ -384,10 +378,3 @@ class MembershipLink(StoreSteps):
         self._party.note(before, epoch, left, seconds, self.method.traits.waiting in self.method.traits.remembers)
         self._of, self._broken_s = epoch, None
         return None
-
-
-def _has_scopes(method: Method) -> bool:
-    try:
-        return bool(method.scopes(64))
-    except GradwireError:
-        return True

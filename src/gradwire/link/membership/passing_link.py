@@ -111,7 +111,7 @@ class PassingLink(EpochLink):
         if self.world_size == 1:
             return
         state = self.state_dict()
-        skipped = {*OWN_VALUES, *CLOCK} - {"round"}
+        skipped = {*OWN_VALUES, *CLOCK, *self.method.traits.of_first} - {"round"}
         found = 0
         for part in ("global", "replicated"):
             for key in sorted(state[part].keys() - skipped):

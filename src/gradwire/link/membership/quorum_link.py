@@ -21,7 +21,6 @@ from gradwire.link.membership.quorum import Presence, Quorum, shares
 from gradwire.link.membership.quorum_steps import STILL_S, QuorumSteps
 from gradwire.link.membership.records import Member
 from gradwire.link.round import Mean
-from gradwire.methods.feedback.shifts import SHIFTS
 
 T = TypeVar("T")
 
@@ -84,7 +83,7 @@ class QuorumLink(MembershipLink):
                 getattr(method, "keeps_own", False) or bool(getattr(method, "mixing", 0.0))
             ),
             "all members hold the mean of what each has sent before, which counts also for those that send nothing": (
-                bool(set(SHIFTS) & set(method.traits.remembers))
+                bool(method.traits.of_ranks)
             ),
             "in rounds of warm-up gradients are exchanged at every step: use warmup_steps=0": (
                 self.options.warmup_steps > 0

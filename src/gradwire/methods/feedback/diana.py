@@ -186,6 +186,8 @@ class DIANA(ShiftAlgorithm, Wrapper):
             owns_momentum=self.momentum > 0,
             on_device=self.compressor.traits.on_device,
             remembers=(*SHIFTS, "velocity"),
+            own=("shift",),
+            of_ranks=SHIFTS,
             needs_optimizer=self.prox is not None,
             unbiased=True,
             omega_formula="the compressor's, of g - h",

@@ -106,13 +106,15 @@ class EF21(ShiftAlgorithm, Wrapper):
             check_contraction("EF21", self.compressor, "so its estimates may grow without bound", "no estimate")
 
     def declare(self) -> Traits:
-        traits = super().declare()
+        traits, inner = super().declare(), self.compressor.traits
         return replace(
             traits,
             owns_momentum=self.momentum > 0,
             on_device=self.compressor.traits.on_device,
             # The estimates, the momentum if there is one, and the compressor's state.
-            remembers=(*SHIFTS, *(("momentum",) if self.momentum else ()), *self.compressor.traits.remembers),
+            remembers=(*SHIFTS, *(momentum := ("momentum",) if self.momentum else ()), *inner.remembers),
+            own=("shift", *momentum, *inner.own),
+            of_ranks=SHIFTS,
             unbiased=False,
             unbiased_note="no; exact where gradients settle",
         )

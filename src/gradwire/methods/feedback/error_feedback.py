@@ -33,8 +33,8 @@ class ResidualAlgorithm(Method):
             super().declare(),
             owns_momentum=self.momentum > 0,
             needs_loss_scale=True,
-            # The residual, and the momentum if there is one.
-            remembers=("residual", "momentum") if self.momentum else ("residual",),
+            remembers=(kept := ("residual", "momentum") if self.momentum else ("residual",)),
+            own=kept,
         )
 
     def fed_back(self, inner: BucketPlan, setting: PlanSetting, decay: float = 1.0) -> BucketPlan:
@@ -143,6 +143,9 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
             on_device=self.compressor.traits.on_device,
             # State of every residual algorithm, and of the compressor.
             remembers=(*traits.remembers, *self.compressor.traits.remembers),
+            own=(*traits.own, *self.compressor.traits.own),
+            of_ranks=self.compressor.traits.of_ranks,
+            of_first=self.compressor.traits.of_first,
             scatters=self.compressor.traits.scatters,
             unbiased=False,
             unbiased_note="no; nothing is lost",

@@ -111,6 +111,7 @@ class ChocoSGD(GossipMethod):
             traits,
             kernels=self.compressor.traits.kernels,
             remembers=(ESTIMATE, NEIGHBOURS, GRAPH),
+            own=(ESTIMATE, NEIGHBOURS),
             min_numel=self.compressor.traits.min_numel,
             needs_link_cost=self.compressor.traits.needs_link_cost,
             gauges=self.compressor.traits.gauges,

@@ -106,6 +106,7 @@ class PowerGossip(GossipMethod):
             super().declare(),
             kernels=("low_rank",),
             remembers=(LEFT, RIGHT, GRAPH),
+            own=(LEFT, RIGHT),
         )
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:

@@ -156,6 +156,7 @@ class LGC(ResidualAlgorithm):
             kernels=("selection", "indices", "signs"),
             # The autoencoder, and the state of every residual algorithm.
             remembers=(*traits.remembers, *REMEMBERED),
+            of_first=REMEMBERED,
             unbiased=False,
         )
 

@@ -312,6 +312,7 @@ class Signum(SignSGD):
             super().declare(),
             owns_momentum=True,
             remembers=("momentum",),
+            own=("momentum",),
         )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:

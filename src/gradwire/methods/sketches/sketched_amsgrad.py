@@ -150,6 +150,7 @@ class SketchedAMSGrad(SketchAlgorithm):
                 LEARNING_RATE,
                 WARM_UP,
             ),
+            own=("momentum", "residual"),
             needs_learning_rates=True,
             unbiased_note="no; nothing is lost",
         )

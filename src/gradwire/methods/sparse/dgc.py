@@ -161,8 +161,8 @@ class DGC(Method):
             kernels=self.operator.traits.kernels
             if self.clip_norm is None
             else (*self.operator.traits.kernels, "moments"),
-            # The accumulated vector, and the momentum if there is one.
-            remembers=("accumulated", "momentum") if self.momentum else ("accumulated",),
+            remembers=(kept := ("accumulated", "momentum") if self.momentum else ("accumulated",)),
+            own=kept,
             waiting="accumulated",
             unbiased=False,
             unbiased_note="no; without masking, nothing is lost",

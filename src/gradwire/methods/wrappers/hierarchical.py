@@ -132,6 +132,8 @@ class Hierarchical(Wrapper):
             traits,
             joined=False,
             sharded=True,
+            # The exchange of a shard has no state in common with that of another.
+            own=traits.remembers,
             unbiased=self.compressor.traits.unbiased,
             unbiased_note=self.compressor.traits.unbiased_note,
         )

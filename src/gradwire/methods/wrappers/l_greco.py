@@ -209,6 +209,7 @@ class LGreCo(Dialled):
             needs_loss_scale=True,
             kernels=tuple(dict.fromkeys((*traits.kernels, "moments"))),
             remembers=(WINDOW, DIAL),
+            own=(WINDOW,),
             unbiased_note=self.compressor.traits.unbiased_note,
         )
 
