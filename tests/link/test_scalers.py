@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from cases import ALL
+from gradwire.link.found_optimizers import _scaling
 from oracle import layers, square_loss
 from ranks import Ranks
 
@@ -91,3 +94,41 @@ def test_a_scaler_that_was_not_handed_over_is_refused_in_the_first_step(three_ra
 @pytest.mark.ranks
 def test_all_else_trains(three_ranks: Ranks, method: str, kind: str, told: str) -> None:
     assert three_ranks(train, method, kind, told) == ["trained"] * 3
+
+
+def test_the_search_for_a_scaler_leaves_alone_what_other_threads_build() -> None:
+    """CPython cannot resize a tuple to which somebody else refers, such as a list of all objects."""
+    errors: list[Exception] = []
+    ended = threading.Event()
+    living = [[number] for number in range(300_000)]
+
+    def build() -> None:
+        while not ended.is_set():
+            try:
+                tuple(number for number in range(2000))
+            except SystemError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=build) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        assert not _scaling()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(living) == 300_000
+
+
+def test_the_search_finds_a_scaler_and_one_of_a_derived_class() -> None:
+    class Derived(torch.amp.GradScaler):
+        pass
+
+    for kind in (torch.amp.GradScaler, Derived):
+        scaler = kind("cpu", init_scale=2.0)
+        assert not _scaling()
+        scaler.scale(torch.ones(1))
+        assert _scaling()
+        del scaler
+        gc.collect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -187,9 +187,14 @@ def check_unscaled(method: Method, grad_scaler: Any) -> None:
 
 def _scaling() -> bool:
     """Return whether a scaler has scaled a loss; one that waits for garbage collection counts, too."""
-    # type(), since reading the class of some proxy objects has side effects; by type first, since there are hundreds of
-    # thousands of objects.
-    everything = gc.get_objects()
-    kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, torch.amp.GradScaler)}
-    scalers = (o for o in everything if type(o) in kinds) if kinds else ()
+    # Not gc.get_objects(): its list would hold tuples that other threads are just building, whose growth fails then.
+    kinds = tuple(_with_subclasses(torch.amp.GradScaler))
+    # type(), since reading the class of some proxy objects has side effects.
+    scalers = (o for o in gc.get_referrers(*kinds) if issubclass(type(o), kinds))
     return any(scaler.is_enabled() and getattr(scaler, "_scale", None) is not None for scaler in scalers)
+
+
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _with_subclasses(derived)
