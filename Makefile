@@ -12,6 +12,8 @@ ROUNDS ?= 10
 # The row of the ledger that "make claim" measures again; benchmarks/claims/ledger.py lists them.
 NAME ?=
 
+# Runners of tests: one more than cores, since ranks wait for one another for a fifth of the time.
+RUNNERS ?= 3
 # Parts of names or files of the faults that "make mutants" tries; by default all.
 ONLY ?=
 
@@ -62,7 +64,7 @@ types: $(STAMP)
 
 # Many tests start up to four processes themselves, so two runners keep two cores busy.
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n $(RUNNERS) --dist loadfile
 
 wheel-test: $(STAMP)
 	./scripts/test_wheel.sh $(BIN)/python
