@@ -137,3 +137,14 @@ def test_an_autoencoder_of_which_the_trainer_goes_begins_anew(change: str, insta
     assert int(ended["a", AT]["autoencoder_steps"]) == AT
     assert int(ended["b", AT + 1]["autoencoder_steps"]) == 1
     assert "autoencoder" not in ended["c", AT + 1]
+
+
+@pytest.mark.parametrize("method", [gw.DIANA(), gw.EF21()], ids=repr)
+def test_shifts_begin_anew_where_one_leaves_and_another_comes(method: gw.Method) -> None:
+    """The number of members is then the same as before."""
+    ended: dict[tuple[str, int], State] = {}
+    gw.replay(gw.MembershipTrace.scripted("abc", (AT, "leaves", "b"), (AT, "joins", "d")), train, method, ended)
+    assert not is_zero(of_kind(ended["a", AT], "mean_shift"))
+    for name in "acd":
+        assert is_zero(of_kind(ended[name, AT + 1], "shift"))
+        assert is_zero(of_kind(ended[name, AT + 1], "mean_shift"))
