@@ -142,6 +142,8 @@ def test_a_frame_that_would_wait_too_long_is_dropped_and_takes_no_time() -> None
     # After the burst, 50 frames wait for up to 50 ms.
     found = leaving(8e6, 1000, [(1000, 0)] * 53 + [(1000, 1_000_000)])
     assert found == [n * 1_000_000 for n in range(51)] + [-1, -1, 51_000_000]
+    # A long one would wait for longer than a short one behind it.
+    assert leaving(8e6, 1000, [(1000, 0), (1000, 0), (60_000, 0), (1000, 0)]) == [0, 1_000_000, -1, 2_000_000]
 
 
 def test_an_outage_silences_its_host_from_its_beginning_to_its_end() -> None:

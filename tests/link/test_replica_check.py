@@ -196,7 +196,7 @@ def test_local_steps_between_exchanges_are_no_difference(three_ranks: Ranks, spe
 
 
 def ends_apart(spec: str, steps: int) -> list[bool]:
-    """Train, and return whether this rank's parameters are others than the global ones, and so after synchronise()."""
+    """Return whether this rank has parameters of its own: after training, a synchronisation, and a change of one."""
     module = DistributedDataParallel(small())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     link = gw.attach(module, spec, optimizer=optimizer, min_numel=0)
@@ -206,6 +206,9 @@ def ends_apart(spec: str, steps: int) -> list[bool]:
         optimizer.step()
     found = [link.local.parameters.is_apart()]
     link.synchronise()
+    found.append(link.local.parameters.is_apart())
+    with torch.no_grad():
+        next(module.parameters()).add_(1.0)
     found.append(link.local.parameters.is_apart())
     link.close()
     return found
@@ -223,7 +226,7 @@ def ends_apart(spec: str, steps: int) -> list[bool]:
 def test_whether_a_rank_has_parameters_of_its_own_is_known(
     three_ranks: Ranks, spec: str, steps: int, found: list[bool]
 ) -> None:
-    assert three_ranks(ends_apart, spec, steps) == [found] * 3
+    assert three_ranks(ends_apart, spec, steps) == [[*found, True]] * 3
 
 
 def resumed() -> list[str]:

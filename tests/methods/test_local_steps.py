@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.exchange.codecs import Draw
 from gradwire.exchange.planning import Options, Pieces, dense_names
 from gradwire.exchange.segments import flat_view
+from gradwire.methods.sparse.sparse_values import BinnedValues
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SIZES = {"a": (12, 7), "b": (40,)}
@@ -419,6 +421,18 @@ def bins_of(values: torch.Tensor, count: int) -> torch.Tensor:
     deviation = values.std()
     edges = values.mean() + deviation * (6.0 / count) * (torch.arange(1, count) - count / 2 - 0.5)
     return (values[:, None] > edges).sum(1)
+
+
+def test_each_parameter_has_bins_of_its_own() -> None:
+    kept, counts = BinnedValues(2, 6.0), (8, 4)
+    values = torch.cat([torch.arange(8.0), 100 + torch.arange(4.0)])
+    out = torch.empty(kept.bytes(counts), dtype=torch.uint8)
+    kept.write(values, counts, Draw(0, 0), out)
+    found = kept.read(out, counts)
+    for a, b in ((0, 8), (8, 12)):
+        assert found[a:b].mean() == pytest.approx(float(values[a:b].mean()))
+    assert found[:8].max() < 8
+    assert found[8:].min() >= 100
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3])

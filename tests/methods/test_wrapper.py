@@ -29,6 +29,7 @@ def test_what_a_method_around_another_takes_over(inner: Method) -> None:
     around = gw.DIANA(compressor=inner, alpha=0.5)
     assert [getattr(around.traits, name) for name in INHERITED] == [getattr(inner.traits, name) for name in INHERITED]
     assert around.traits.kernels == (*inner.traits.kernels, "shifts")
+    assert gw.DQGD(compressor=inner).traits.kernels == inner.traits.kernels
     # A protocol whose error nobody sent is none for what remembers what was sent.
     exact = tuple(c for c in inner.traits.collectives if c != "two_shot" or not inner.traits.re_encoding)
     assert around.traits.collectives == exact
