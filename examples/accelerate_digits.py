@@ -54,6 +54,9 @@ def main() -> None:
         loss = nn.functional.cross_entropy(model(inputs), labels)
     if accelerator.is_main_process:
         print(f"loss {loss.item():.9f}")
+    # The module goes before its process group: if it is the last to hold the group, torch joins the group's threads
+    # under Python's lock, for which one of them may wait.
+    model, optimizer = accelerator.free_memory(model, optimizer)
     accelerator.end_training()
 
 

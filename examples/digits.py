@@ -59,6 +59,7 @@ def main() -> None:
             print(f"chosen: {link.record()['choice']['chosen']}, {link.record()['choice']['reason']}")
     if link:
         link.close()
+    del module  # before its process group: see "No error, and yet" on the page of what can go wrong
     dist.destroy_process_group()
 
 

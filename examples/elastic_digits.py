@@ -63,6 +63,7 @@ def main() -> None:
     if rank == 0:
         print(f"loss {loss.item():.9f} after {options.steps} steps, at the end on {world_size} workers", flush=True)
     link.close()
+    del ddp  # before its process group: see "No error, and yet" on the page of what can go wrong
     dist.destroy_process_group()
 
 
