@@ -46,6 +46,7 @@ def train(
     membership = gw.join(address, secret=secret, name=name, least=least, **times)
     sampler = gw.ElasticSampler(1000, membership, 4)
     drawn: list[list[int]] = []
+    grew = 0
     gradients, means = torch.zeros(785, dtype=torch.float64), torch.zeros(785, dtype=torch.float64)
     with membership:
         link = gw.Link(module.named_parameters(), spec, group=membership, optimizer=optimizer, min_numel=0)
@@ -58,13 +59,14 @@ def train(
             assert batch is not None
             drawn.append(batch)
             learn(module, optimizer, batch)
-            before = link.round
+            before, members = link.round, membership.world_size
             if not local:
                 own = torch.cat([p.grad.reshape(-1) for p in module.parameters()])  # type: ignore[union-attr]
                 try:
                     link.reduce_()
                 except gw.LeftOutError:
                     continue
+                grew += membership.world_size > members
                 mean = torch.cat([p.grad.reshape(-1) for p in module.parameters()])  # type: ignore[union-attr]
                 if more.get("sums_until", 0) >= link.round:
                     gradients, means = gradients + own.double(), means + mean.double()
@@ -79,7 +81,7 @@ def train(
         state = link.state_dict()["rank"]
         parts = [state.get(f"residual/{key}", torch.zeros(p.numel())) for key, p in module.named_parameters()]
         kept = torch.cat(parts).double().tolist()
-        told = {"round": link.round, "drawn": drawn, "sent": traffic, "left_by_word": membership.left}
+        told = {"round": link.round, "drawn": drawn, "sent": traffic, "left_by_word": membership.left, "grew": grew}
         return {**found, **told, "residual": kept, "gradients": gradients.tolist(), "means": means.tolist()}
 
 
@@ -160,6 +162,8 @@ def test_a_newcomer_begins_with_the_state_of_the_others() -> None:
         assert min(c.steps) > 5
         assert same_bits(a, b, c) == 40
         assert (a.result["joined"], a.result["lost"], a.result["digests_differed"]) == (1, 0, 0)
+        # It came in before the others computed their gradients, so that they need not wait for its.
+        assert (a.result["grew"], b.result["grew"]) == (0, 0)
         # No sample came twice in a pass, and none was left out so far.
         drawn = sorted(i for w in (a, b, c) for batch in w.result["drawn"] for i in batch)
         assert len(set(drawn)) == len(drawn) < 1000

@@ -77,7 +77,8 @@ class MembershipLink(StoreSteps):
         warm_up(self.method, self.options.backend)
         self._lock = group.lock
         self._epoch_group = self._broken_s = None
-        self._opened = self._in_flight = self._held = False
+        self._opened = self._in_flight = self._held = self._applied = False
+        self._heed_steps()
         self._of: Epoch | None = None
         self._problem: Exception | None = None
         self._starting: Callable[[], Iterable[tuple[Any, Mean]]] = tuple
@@ -95,6 +96,18 @@ class MembershipLink(StoreSteps):
             # A member that takes this one in may be stopped meanwhile.
             self._keeper.start()
             self._come_in()
+
+    def _heed_steps(self) -> None:
+        """Note when the optimizer has applied a round."""
+        if self.optimizer is None or self.method.traits.local_steps:
+            return
+        held = weakref.ref(self)
+
+        def stepped(*_: object) -> None:
+            if (link := held()) is not None:
+                link._applied = True
+
+        weakref.finalize(self, self.optimizer.register_step_post_hook(stepped).remove)
 
     def _checked(self) -> str:
         """Check what the user asked for; return the digest of what all members must have in common."""
@@ -133,7 +146,7 @@ class MembershipLink(StoreSteps):
             except p.StateLost:
                 raise self._lost_state() from None
             # Samples for the next round have not been drawn yet.
-            self._seat.reserve = 0
+            self._seat.reserve, self._applied = 0, False
             return self._means
 
     def after_exchange(self) -> None:
@@ -152,6 +165,13 @@ class MembershipLink(StoreSteps):
         """Agree with the others on who is there, if that has changed; call it before samples are drawn for a round."""
         with self._lock:
             self._look()
+            if not self._applied or self._problem:
+                return
+            # A worker that is taken in now computes its gradient while the others compute theirs.
+            try:
+                self._run(self._seat.change())
+            except Exception as problem:
+                self._problem = problem
 
     def diagnostics(self) -> dict[str, Any]:
         epoch = self._seat.epoch
