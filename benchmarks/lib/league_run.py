@@ -8,7 +8,7 @@ import os
 import re
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +48,11 @@ class Plan:
     lr: float
     steps: int
     seed: int
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Plan:
+        """Return the plan of a run from its row."""
+        return cls(*(row[field.name] for field in fields(cls)))
 
     @property
     def label(self) -> str:

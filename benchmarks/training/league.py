@@ -14,13 +14,12 @@ Beside the league, SparseLoCo's settings are changed one at a time, which answer
 
 A run has a file, written when it ends, and a state if it is stopped, so that the program may be ended and started
 again. ``--minutes`` stops it at that time, within a run. Cheap runs come first, and the result is written from what
-there is.
+there is, after every run. It holds the rows of all runs: a machine without their files goes on from the result.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -35,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.league_run import SAMPLES, WINDOWS, WORKERS, Plan, finished, train
-from benchmarks.lib.runs import write
+from benchmarks.lib.runs import earlier, write
 from benchmarks.lib.stacked_gpt import read_text
 
 EVERY, SHORT, LONG, SEEDS = 16, 192, 1920, (0, 1, 2)
@@ -43,6 +42,8 @@ RATES = (0.002, 0.004)
 """Learning rates that every method is tried with first."""
 FURTHER = (math.sqrt(2), 2.0)
 """Where there is no outer setting: the same way on from the better of these rates, by these factors."""
+
+NUMBERS = {"workers": WORKERS, "samples": SAMPLES, "windows": WINDOWS, "every": EVERY, "horizons": [SHORT, LONG]}
 
 Row = dict[str, Any]
 Found = Callable[[Plan], "Row | None"]
@@ -332,13 +333,21 @@ def main() -> int:
     torch.set_num_threads(1)
     arguments.work.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + 60 * arguments.minutes
-    cache: dict[Plan, Row] = {}
+    cache = {Plan.of(row): row for row in earlier(arguments.json, "runs")}
 
     def found(plan: Plan) -> Row | None:
         row = cache.get(plan) or finished(plan, arguments.work)
         if row is not None:
             cache[plan] = row
         return row
+
+    def publish() -> Row:
+        """Write what there is."""
+        rows = collect(found)
+        runs = sorted(cache.values(), key=lambda row: Plan.of(row).label)
+        spent = round(sum(row["cpu_s"] for row in runs) / 60, 1)
+        write(arguments.json, **NUMBERS, ended=len(runs), cpu_minutes=spent, **rows, runs=runs)
+        return rows
 
     text = read_text(arguments.data)
     while not arguments.collect and time.monotonic() < until:
@@ -347,11 +356,8 @@ def main() -> int:
         if plan is None or row is None:
             break
         print(f"{plan.label}: {row['loss']:.4f} ({row['cpu_s']} s)", flush=True)
-    rows = collect(found)
-    show(rows)
-    spent = [json.loads(path.read_text())["cpu_s"] for path in arguments.work.glob("*.json")]
-    numbers = {"workers": WORKERS, "samples": SAMPLES, "windows": WINDOWS, "every": EVERY, "horizons": [SHORT, LONG]}
-    write(arguments.json, **numbers, runs=len(spent), cpu_minutes=round(sum(spent) / 60, 1), **rows)
+        publish()
+    show(publish())
     return 0
 
 
