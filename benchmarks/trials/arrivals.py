@@ -28,8 +28,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.runs import earlier, write
+from benchmarks.trials.churn import Trial
 from benchmarks.trials.loaded import preload
-from benchmarks.trials.membership import Trial
+from benchmarks.trials.membership import MEMBERS
 from gradwire.link.membership import state_codec
 from gradwire.link.membership.state_codec import PIECE_BYTES, Octets
 from gradwire.tools.lab import Topology, open_network
@@ -44,7 +45,7 @@ def arrival(spec: str, way: str, given: argparse.Namespace) -> dict[str, Any]:
     settings = {"compute_s": 0.25, "silence_s": 10.0, "momentum": 0.9, "replicas": 3}
     options = argparse.Namespace(**settings, width=given.width, large_bytes=WAYS[way])
     with open_network(Topology.parse(f"hosts=5,{given.lab}")) as network:
-        trial = Trial(spec, options, network)
+        trial = Trial(MEMBERS, spec, options, network)
         try:
             while trial.started or not trial.counted:
                 trial.read(0.5)
@@ -80,7 +81,7 @@ def arrival(spec: str, way: str, given: argparse.Namespace) -> dict[str, Any]:
 
 def gaps(trial: Trial, since_s: float) -> list[float]:
     """Return the seconds between rounds since a time."""
-    times = sorted(at for at, _ in trial.counted.values() if at >= since_s)
+    times = sorted(found.at_s for found in trial.counted.values() if found.at_s >= since_s)
     return [b - a for a, b in itertools.pairwise(times)]
 
 

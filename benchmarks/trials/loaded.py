@@ -15,14 +15,14 @@ from gradwire.link.membership import state_codec
 METHODS = "GRADWIRE_TRIAL_METHODS"
 
 
-def preload(methods: Sequence[str]) -> None:
-    """Let the server that forks processes import this module, and load the kernels of some methods."""
+def preload(methods: Sequence[str], modules: Sequence[str] = ()) -> None:
+    """Let the server that forks processes import this module and others, and load the kernels of some methods."""
     for spec in methods:
         gw.warm_up(gw.method(spec))
     root = str(Path(__file__).resolve().parents[2])
     os.environ |= {METHODS: ";".join(methods), "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.set_forkserver_preload([__name__, *modules])
 
 
 if multiprocessing.current_process().name == "MainProcess" and METHODS in os.environ:
