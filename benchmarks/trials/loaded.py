@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch._dynamo
 
 import gradwire as gw
 from gradwire.link.membership import state_codec
@@ -27,7 +28,8 @@ def preload(methods: Sequence[str], modules: Sequence[str] = ()) -> None:
 
 if multiprocessing.current_process().name == "MainProcess" and METHODS in os.environ:
     torch.set_num_threads(1)
-    NEEDED = (gw.join, gw.Link, gw.ElasticSampler, gw.Coordinator)
+    # The first optimizer of a process imports torch._dynamo, which takes a second or two.
+    NEEDED = (gw.join, gw.Link, gw.ElasticSampler, gw.Coordinator, torch._dynamo)
     state_codec.warm_up()
     for loaded in filter(None, os.environ[METHODS].split(";")):
         gw.warm_up(gw.method(loaded))
