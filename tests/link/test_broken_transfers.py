@@ -16,6 +16,7 @@ from torch import nn
 
 import gradwire as gw
 from crew import crew
+from gradwire.link.membership.epoch_group import EpochGroup
 from ranks import fresh_ranks
 
 pytestmark = pytest.mark.ranks
@@ -92,3 +93,38 @@ def test_members_go_on_when_the_receiver_of_a_long_message_is_killed() -> None:
             worker.tell("end")
         found = [worker.end() for worker in (a, c)]
     assert [told["lost"] for told in found] == [1, 1]
+
+
+def end_in_the_middle(self: EpochGroup, tensor: torch.Tensor, to: int, usual: Any = EpochGroup.send) -> None:
+    """Send short messages, and end as soon as a long one has filled the connection."""
+    if tensor.numel() < NUMEL:
+        usual(self, tensor, to)
+        return
+    time.sleep(1.0)  # until the other side waits for it
+    self._backend.send([tensor], to, 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hand_over(address: str, secret: str, name: str, pipe: Connection, leaver: bool) -> Any:
+    parameter = nn.Parameter(torch.zeros(NUMEL))
+    if leaver:
+        EpochGroup.send = end_in_the_middle  # type: ignore[method-assign]
+    with gw.join(address, secret=secret, name=name, least=2, silence_s=120.0) as membership:
+        link = gw.Link([("weight", parameter)], "ErrorFeedback(RandK(density=0.001))", group=membership)
+        while not pipe.poll():
+            parameter.grad = torch.ones(NUMEL)
+            link.reduce_()
+            if leaver and link.round == 2:
+                membership.leave()
+            pipe.send(("step", link.round, 0.0))
+    return link.diagnostics()["membership"]
+
+
+def test_the_heir_goes_on_when_one_that_leaves_is_killed_while_it_hands_over() -> None:
+    with crew() as workers:
+        a = workers.start("a", hand_over, False)
+        workers.start("b", hand_over, True)
+        a.reach(5)
+        a.tell("end")
+        found = a.end()
+    assert (found["residuals_lost"], found["residuals_handed"], found["members"]) == (1, 0, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,6 +27,14 @@ ABSENCES = 2.0
 
 LINGER_S = 1.0
 """Time that messages of a member have to arrive after it has gone on to the next epoch: it may have needed no other."""
+
+
+LOOK_S = 0.25
+"""Time between two looks for members that are gone, while a message is on its way."""
+
+GIVE_UP_S = 1.0
+"""Time that a message has to end after the connections were broken. Gloo forgets one of which a part was sent or
+received when its connection breaks, and who waits for it waits until :data:`TIMEOUT`."""
 
 
 class EpochGroup(Group):
@@ -114,7 +124,7 @@ class EpochGroup(Group):
     def broadcast(self, row: torch.Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        self._backend.broadcast([row], options).wait()
+        self._finish(self._backend.broadcast([row], options))
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor in main memory to one member, and wait until it has left.
@@ -122,7 +132,7 @@ class EpochGroup(Group):
         Raises:
             RuntimeError: the connection broke.
         """
-        self._backend.send([tensor], to, 0).wait()
+        self._finish(self._backend.send([tensor], to, 0))
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Receive a tensor from one member.
@@ -130,7 +140,34 @@ class EpochGroup(Group):
         Raises:
             RuntimeError: the connection broke.
         """
-        self._backend.recv([tensor], source, 0).wait()
+        self._finish(self._backend.recv([tensor], source, 0))
+
+    def _finish(self, work: dist.Work) -> None:
+        """Wait for a message, by a thread that is given up where the message never ends."""
+        ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                ended.put(str(error))
+            else:
+                ended.put(None)
+
+        threading.Thread(target=wait, name="gradwire message", daemon=True).start()
+        broken_s: float | None = None
+        while broken_s is None or time.monotonic() - broken_s < GIVE_UP_S:
+            try:
+                problem = ended.get(timeout=LOOK_S)
+            except queue.Empty:
+                if self.gone():
+                    broken_s = time.monotonic() if broken_s is None else broken_s
+                    self.abort()
+                continue
+            if problem is not None:
+                raise RuntimeError(problem)
+            return
+        raise RuntimeError("the connections broke while a message was on its way")
 
     def abort(self) -> None:
         """Break the connections from any thread: what waits for a message raises."""

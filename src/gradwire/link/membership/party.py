@@ -125,6 +125,7 @@ class Party:
         self.counts: Counter[str] = Counter()
         self.lock = threading.RLock()
         self._link: Callable[[], Follower | None] | None = None
+        self._missed: set[str] = set()
 
     @property
     def link(self) -> Follower | None:
@@ -175,17 +176,23 @@ class Party:
         for name, thing in self.carried.items():
             thing.load_state_dict(state[name])
 
+    def miss_residuals(self, ids: set[str]) -> None:
+        """Count the residuals of members that were to hand them over, and did not."""
+        self.counts["residuals_lost"] += len(ids)
+        self._missed |= ids
+
     def note(self, before: Epoch | None, epoch: Epoch, left: set[str], seconds: float, kept_residuals: bool) -> None:
         """Note that the members of an epoch have met."""
         self.seat.history.met()
         names = {member.id: member.name for member in (*(before.members if before else ()), *epoch.members)}
         gone = [id for id in (before.ids() if before else ()) if id not in epoch.ids()]
-        lost = tuple(names[id] for id in gone if id not in left)
+        lost_ids = [id for id in gone if id not in left]
+        lost = tuple(names[id] for id in lost_ids)
         parted = tuple(names[id] for id in gone if id in left)
         joined = tuple(names[id] for id in epoch.ids() if before is not None and id not in before.ids())
         self.counts.update(epochs=1, lost=len(lost), left=len(parted), joined=len(joined))
         if kept_residuals:
-            self.counts["residuals_lost"] += len(lost)
+            self.counts["residuals_lost"] += len(set(lost_ids) - self._missed)
         members = tuple(member.name for member in epoch.members)
         self.changes.append(MemberChange(epoch.number, epoch.round, members, lost, parted, joined, seconds))
         named_by = {"lost": lost, "left": parted, "new": joined}

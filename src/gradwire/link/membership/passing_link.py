@@ -33,6 +33,7 @@ class PassingLink(EpochLink):
         if group is None or kind not in self.method.traits.remembers:
             return
         places, key = epoch.ids(), self._key(epoch)
+        missing = set(step.leavers)
         try:
             if self._seat.me.id in step.leavers:
                 state = self._runtime.memory.state()["rank"]
@@ -45,8 +46,9 @@ class PassingLink(EpochLink):
                         memory_kind, _, name = key_of.partition("/")
                         self._runtime.memory.add(memory_kind, name, vector)
                     self._party.counts["residuals_handed"] += 1
+                    missing.remove(leaver)
         except (RuntimeError, PayloadError):
-            self._party.counts["residuals_lost"] += 1
+            self._party.miss_residuals(missing)
             # A trace has them as lost members, of whom nothing was left.
             self._seat.parted = ()
 
