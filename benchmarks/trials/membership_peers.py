@@ -1,13 +1,17 @@
 """The trial of ``membership.py`` with torchft or hivemind in the place of gradwire.
 
-    python -m venv peers && peers/bin/pip install . torchft==0.2.0    # or hivemind==1.1.12
-    peers/bin/python benchmarks/trials/membership_peers.py --peer torchft --minutes 5.5 --quiet-s 30 \\
-        --json benchmarks/results/trials/trials_membership_peers.json
+    python -m venv runs/torchft && runs/torchft/bin/pip install . torchft-nightly==2026.10.26
+    python -m venv runs/hivemind && runs/hivemind/bin/pip install . hivemind==1.1.12
+    for peer in torchft hivemind; do
+        runs/$peer/bin/python benchmarks/trials/membership_peers.py --peer $peer --json peers.json
+    done
 
-Neither is needed by gradwire, and each wants an environment of its own. Faults, driver and accounting are those of
-``churn.py``, and the faults are those of gradwire's method that is most like the peer's. A replica whose program ends
-by an exception is started anew, as torchrun would. ``--silence-s`` is the patience of the peer, too; what else is set
-is in the rows.
+Neither is needed by gradwire, and each wants an environment of its own. torchft 0.2.0 runs, too, but under its
+DistributedDataParallel every replica ends by an AssertionError when one of them does. All append to one file.
+
+Faults, driver and accounting are those of ``churn.py``, and the faults are those of gradwire's method that is most like
+the peer's. A replica whose program ends by an exception is started anew, as torchrun would. ``--silence-s`` is the
+patience of the peer, too; what else is set is in the rows.
 """
 
 from __future__ import annotations
