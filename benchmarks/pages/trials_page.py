@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -43,6 +44,35 @@ the machine was shared with other work, about ten processes for each core. `sile
 - Digests are those of the parameters after a round, of one replica beside another.
 
 A run with an emulated network (`--lab`, as root) has each replica on a host of its own, SIGSTOP for 8 s and `silence_s` of 3."""
+
+PEERS = """### Beside torchft and hivemind
+
+`python benchmarks/trials/membership_peers.py` gives the same faults, drawn for the same places and times, to
+[torchft](https://github.com/meta-pytorch/torchft) and [hivemind](https://github.com/learning-at-home/hivemind), and counts
+alike. The network and the slept computing are the same. Each is in an environment of its own, and what its settings were is in the result.
+
+- torchft exchanges float32 gradients each step, or differences of parameters every {steps} steps, over Gloo. Its timeouts are
+  {timeout_s:g} s in the place of 60, and 5 for the heartbeat, so that it is as impatient as gradwire's members.
+- hivemind averages float32 gradients when the replicas together have taken {steps} steps each. It looks for a group for
+  {matchmaking_s:g} s; 3 s and longer rounds are what it advises.
+- A replica whose program ends by an exception is started anew: *ended by themselves*. If all have ended, the training
+  begins anew. *Rounds lost* is how far it fell back.
+- *Cut* breaks the connections of hivemind's network process. *Corrupt* flips the highest bit of the mantissa of one
+  element of the mean that a replica receives: messages of Gloo and libp2p are out of reach. Neither peer compares digests.
+- *Spread* is the greatest distance of two replicas' parameters after a round, over their length. hivemind's replicas
+  differ by rounding after every round.
+- *Pace* is the undisturbed throughput as a share of what it would be if nothing but computing took time."""
+
+PUBLISHED = (
+    (
+        "torchft, as published (a home trial, June 2026)",
+        "DiLoCo, 32 replicas on one machine of 16 cores",
+        "30",
+        "62",
+        "97.7",
+    ),
+)
+"""What peers' trials of the same kind came to elsewhere: system, way, minutes, faults, throughput kept."""
 
 ARRIVALS = """## State for newcomers
 
@@ -100,7 +130,17 @@ def page() -> str | None:
     """Return the page; None where nothing was measured."""
     parts = [
         part
-        for part in (_kills(), _members(), _arrivals(), _links(), _outages(), _messages(), _spikes(), _images())
+        for part in (
+            _kills(),
+            _members(),
+            _peers(),
+            _arrivals(),
+            _links(),
+            _outages(),
+            _messages(),
+            _spikes(),
+            _images(),
+        )
         if part
     ]
     return "\n".join([INTRODUCTION, *("\n".join([*part, ""]) for part in parts)]).rstrip() + "\n" if parts else None
@@ -186,6 +226,44 @@ def _members() -> list[str]:
     head = ("method", "minutes", "emulated network", "a fault each, s", "faults", "rounds", "throughput kept, %", "away, %", "of those present, %", "rounds kept, %", "longest pause, s",
             "in again, median / longest, s", "digests that differ", "hangs")  # fmt: skip
     return [MEMBERS.format(**found["rows"][0]), "", _where(found), "", *_table(head, table)]
+
+
+def _peers() -> list[str]:
+    found, ours = result("trials/trials_membership_peers"), result("trials/trials_membership")
+    if found is None or ours is None:
+        return []
+    settings = {name: value for row in found["rows"] for name, value in row["settings"].items()}
+    text = PEERS.format(
+        steps=max(row["steps"] for row in found["rows"]),
+        timeout_s=settings.get("manager_timeout_s", math.nan),
+        matchmaking_s=settings.get("matchmaking_time", math.nan),
+    )
+    alike = [row for row in ours["rows"] if not row["lab"]]
+    table = [
+        (
+            row.get("system", f"gradwire {ours['versions']['gradwire']}"),
+            f"`{row['method']}`",
+            f"{row['seconds'] / 60:.0f}",
+            row["faults"],
+            f"{100 * row['throughput_kept']:.1f}",
+            f"{100 * row['away']:.1f}",
+            f"{100 * row['kept_of_present']:.1f}",
+            f"{100 * row['pace']:.0f}" if "pace" in row else "-",
+            f"{row['longest_pause_s']:.1f}",
+            f"{row['rejoin_s_median']:.1f} / {row['rejoin_s_longest']:.1f}" if row["rejoined"] else "-",
+            f"{row['rounds_with_differing_digests']} of {row.get('rounds_compared', row['rounds'])}",
+            f"{row.get('greatest_spread', 0):.2g}",
+            row.get("ended_by_itself", 0),
+            row.get("rounds_lost", 0),
+            row["hangs"],
+        )
+        for row in (*alike, *found["rows"])
+    ]
+    head = ("system", "way", "minutes", "faults", "throughput kept, %", "away, %", "of those present, %", "pace, %",
+            "longest pause, s", "in again, median / longest, s", "rounds with digests that differ", "spread",
+            "ended by themselves", "rounds lost", "hangs")  # fmt: skip
+    elsewhere = [(*row, *["-"] * (len(head) - len(row))) for row in PUBLISHED]
+    return [text, "", _where(found), "", *_table(head, [*table, *elsewhere])]
 
 
 def _arrivals() -> list[str]:

@@ -18,7 +18,9 @@ Throughput is that of replicas times rounds that counted, as a share of the undi
 the time. So it includes what a replica that is away does not compute. The share of the time of replicas that the trial
 itself took away, whatever the members do, is *away*: seconds for which replicas were stopped, and from the end of a
 process until its successor runs. A replica is in again when it has taken a round. Digests of parameters are compared
-over replicas after every round. No round for ``HANG_S`` is a hang.
+over replicas after every round; *spread* is the greatest distance between two replicas' parameters, over their length,
+as projections tell it. No round for ``HANG_S`` is a hang. A round whose number has been is not counted again, and
+*rounds lost* is how far numbers fell back.
 """
 
 from __future__ import annotations
@@ -79,6 +81,10 @@ WIDTH, BATCH = 64, 8
 HANG_S, START_S, WARM_S, REST_S = 60.0, 300.0, 5.0, 10.0
 MOST_ENDS = 200
 """Replicas that may end by themselves before the trial is given up."""
+
+
+class HaltedError(Exception):
+    """A training that does not go on."""
 
 
 class Fault(NamedTuple):
@@ -295,6 +301,7 @@ class Trial:
         self.stopped: set[str] = set()
         self.away_s = 0.0
         self.ended_by_itself = 0
+        self.fell_back = 0
         self.told: dict[str, dict[str, Any]] = {}
         self._number = 0
         for place in range(given.replicas):
@@ -318,7 +325,7 @@ class Trial:
         """Read what replicas tell for some time.
 
         Raises:
-            SystemExit: nothing has counted for :data:`START_S`, or replicas end again and again.
+            HaltedError: nothing has counted for :data:`START_S`, or replicas end again and again.
         """
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
@@ -329,7 +336,7 @@ class Trial:
                 self._take(replica)
             latest_s = max((found.at_s for found in self.counted.values()), default=self.began_s)
             if time.monotonic() - latest_s > START_S:
-                raise SystemExit(f"{self.spec}: no round counted for {START_S:.0f} s")
+                raise HaltedError(f"{self.spec}: no round counted for {START_S:.0f} s")
 
     def _take(self, replica: _Replica) -> None:
         try:
@@ -347,7 +354,7 @@ class Trial:
         del self._replicas[replica.name]
         self.ended_by_itself += not replica.ends
         if self.ended_by_itself > MOST_ENDS:
-            raise SystemExit(f"{self.spec}: replicas ended by themselves {MOST_ENDS} times")
+            raise HaltedError(f"{self.spec}: replicas ended by themselves {MOST_ENDS} times")
         self.start(replica.place)
 
     def _hear(self, name: str, said: Told | None) -> None:
@@ -357,6 +364,7 @@ class Trial:
             self.away_s += now_s - self.started.get(name, now_s)
             return
         self.told[name] = said.counts
+        self.fell_back = max(self.fell_back, max(self.counted, default=0) - said.round)
         found = self.counted.setdefault(said.round, Round(now_s))
         found.members = max(found.members, said.members) if said.members >= 0 else found.members - said.members
         self.compared += said.round in self.digests
@@ -447,6 +455,11 @@ def judged(trial: Trial, phase: Phase, given: argparse.Namespace) -> dict[str, A
         near = [b - a for a, b in gaps if at_s <= b < at_s + given.every_s]
         pauses[kind].append(sum(gap - 1 / quiet[0] for gap in near if gap > 1.5 / quiet[0]))
     away = trial.away_s / (given.replicas * (phase.ended_s - began_s))
+    differing = sorted(number for number, found in trial.digests.items() if len(found) > 1)
+    latest = [
+        next((kind for at_s, kind in reversed(phase.faults) if at_s <= trial.counted[number].at_s), "")
+        for number in differing
+    ]
     given_kinds = [kind for _, kind in phase.faults]
     return {
         "seconds": round(phase.ended_s - began_s, 1),
@@ -466,8 +479,11 @@ def judged(trial: Trial, phase: Phase, given: argparse.Namespace) -> dict[str, A
         "rejoin_s_median": round(median(trial.rejoined), 2) if trial.rejoined else None,
         "rejoin_s_longest": round(max(trial.rejoined), 2) if trial.rejoined else None,
         "ended_by_itself": trial.ended_by_itself,
+        "rounds_lost": trial.fell_back,
         "digests_compared": trial.compared,
-        "rounds_with_differing_digests": sum(len(found) > 1 for found in trial.digests.values()),
+        "rounds_compared": len(trial.digests),
+        "rounds_with_differing_digests": len(differing),
+        "differing_after": {kind: latest.count(kind) for kind in dict.fromkeys(latest)},
         "greatest_spread": float(f"{trial.spread:.2g}"),
         "loss_first": _mean_loss(trial.losses[:80]),
         "loss_last": _mean_loss(trial.losses[-80:]),
@@ -506,12 +522,17 @@ def tried(
         phase = Phase(rate(trial.counted.values(), quiet_s, began_s), began_s, began_s)
         trial.rejoined.clear()
         trial.away_s, trial.ended_by_itself = 0.0, 0
-        for fault in schedule(trace or spec, seed, given.minutes, given.every_s, given.replicas):
-            trial.read(began_s + fault.at_s - time.monotonic())
-            now_s = time.monotonic()
-            if trial.fault(fault, given.stop_s):
-                phase.faults.append((now_s, fault.kind))
-        trial.read(max(REST_S, given.stop_s + 5))
+        trial.fell_back = 0
+        halted = ""
+        try:
+            for fault in schedule(trace or spec, seed, given.minutes, given.every_s, given.replicas):
+                trial.read(began_s + fault.at_s - time.monotonic())
+                now_s = time.monotonic()
+                if trial.fault(fault, given.stop_s):
+                    phase.faults.append((now_s, fault.kind))
+            trial.read(max(REST_S, given.stop_s + 5))
+        except HaltedError as error:
+            halted = str(error)
         phase.ended_s = time.monotonic()
         found = judged(trial, phase, given)
     finally:
@@ -526,8 +547,10 @@ def tried(
         "every_s": given.every_s,
         "stop_s": given.stop_s,
         "silence_s": given.silence_s,
+        "steps": steps,
         "pace": round(phase.quiet[1] * steps * given.compute_s / given.replicas, 4),
         **found,
+        "halted": halted,
     }
 
 

@@ -182,8 +182,8 @@ def test_commands_of_the_index_have_options_that_their_programs_take() -> None:
             continue
         own = command[program.end() :]
         missing = [option for option in re.findall(r"--[\w-]+", own) if f'"{option}"' not in modules()[program[0]]]
-        # The script on which two others build has their options.
-        shared = modules()["benchmarks/claims/cifar_gradients.py"]
+        # Modules on which others build have their options.
+        shared = modules()["benchmarks/claims/cifar_gradients.py"] + modules()["benchmarks/trials/churn.py"]
         assert [option for option in missing if f'"{option}"' not in shared] == [], command
         if "--json" in own:
             assert f"--json benchmarks/results/{row.result}" in own, command
