@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import gradwire as gw
-from gradwire.link.membership import state_codec
+from gradwire.kernels import pieces
 
 METHODS = "GRADWIRE_TRIAL_METHODS"
 
@@ -28,6 +28,6 @@ def preload(methods: Sequence[str]) -> None:
 if multiprocessing.current_process().name == "MainProcess" and METHODS in os.environ:
     torch.set_num_threads(1)
     NEEDED = (gw.join, gw.Link, gw.ElasticSampler, gw.Coordinator)
-    state_codec.warm_up()
+    pieces.warm_up()
     for loaded in filter(None, os.environ[METHODS].split(";")):
         gw.warm_up(gw.method(loaded))
