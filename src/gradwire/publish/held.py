@@ -6,12 +6,29 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gradwire.errors import IncompatibleError, PayloadError
-from gradwire.publish.codec import DecodedChunk, in_parallel, sums_of, total_sums
-from gradwire.publish.container import ANCHOR, LOSSY, Octets, PatchHead, anchor_layout, check_against, digest_of
+from gradwire.publish.changes import ChangedChunk
+from gradwire.publish.chunks import in_parallel, sums_of, total_sums
+from gradwire.publish.container import (
+    ANCHOR,
+    CHANGES,
+    CODED,
+    LOSSY,
+    RAW,
+    Octets,
+    PatchHead,
+    anchor_layout,
+    check_against,
+    digest_of,
+)
 from gradwire.publish.layout import Layout
 from gradwire.publish.lossy import LossyChunk
 from gradwire.publish.pieces import HeldPieces
 from gradwire.publish.weights import LiveTensors, Writable
+from gradwire.publish.whole import WholeChunk
+
+Decoded = WholeChunk | ChangedChunk | LossyChunk
+Decode = Callable[[int], Decoded]
+"""Returns a chunk, given its number."""
 
 LOSSY_REMEDY = "build the subscriber with lossy=True to hold weights that are exact at anchors only"
 
@@ -103,7 +120,7 @@ class HeldWeights:
         layout = self._layout_for(head)
         places, numbers = head.places(), self.wanted(head, layout)
 
-        def decode(number: int) -> DecodedChunk | LossyChunk:
+        def decode(number: int) -> Decoded:
             chunk, body = head.chunks[number], data[places[number]]
             if digest_of(body.data) != chunk.digest:
                 raise PayloadError(f"{head.name}: chunk {number} was damaged: its digest differs")
@@ -113,14 +130,20 @@ class HeldWeights:
             with _naming(head, number):
                 if chunk.kind == LOSSY:
                     return LossyChunk(spans, body, head.run, head.step)
-                return DecodedChunk(chunk.kind, spans, body)
+                if chunk.kind in (RAW, CODED):
+                    return WholeChunk(chunk.kind, spans, body)
+                if chunk.kind != CHANGES:
+                    raise PayloadError(f"its kind {chunk.kind} is unknown to this version")
+                return ChangedChunk(spans, body)
 
+        if head.kind == ANCHOR and (self._private or self.weights.hidden):
+            return lambda: self._fill(head, layout, decode, numbers, threads)
         if self._verified and head.kind != ANCHOR:
             return lambda: self._replace(head, layout, decode, numbers, threads)
         kept = self._check(head, layout, decode, numbers, threads)
 
         def write() -> None:
-            self.weights.open(layout, head.step)
+            self.weights.open(layout, head.step, whole=head.kind == ANCHOR and self.selected is None)
             # Until all is written, the weights are of no step.
             self.forget()
 
@@ -179,14 +202,22 @@ class HeldWeights:
             raise PayloadError(f"{head.name} does not follow on these weights, which are of {at}: {reason}")
         return own
 
-    def _replace(
-        self,
-        head: PatchHead,
-        layout: Layout,
-        decode: Callable[[int], DecodedChunk | LossyChunk],
-        numbers: Sequence[int],
-        threads: int,
-    ) -> None:
+    def _fill(self, head: PatchHead, layout: Layout, decode: Decode, numbers: Sequence[int], threads: int) -> None:
+        """Write an anchor where nobody sees it yet, and compare the sums of all tensors: it is decoded once."""
+        self.weights.open(layout, head.step, whole=self.selected is None)
+        self.forget()
+
+        def fill(number: int) -> tuple[Mapping[int, int], int]:
+            chunk = decode(number)
+            with _naming(head, number):
+                return _whole(chunk).fill(self.weights.target), chunk.changed
+
+        results = in_parallel(fill, numbers, threads)
+        found = total_sums([0] * len(layout.entries), [sums for sums, _ in results])
+        self._compare(head, layout, found, sum(changed for _, changed in results))
+        self.run, self.step, self.sums, self._verified = head.run, head.step, head.sums, self._private
+
+    def _replace(self, head: PatchHead, layout: Layout, decode: Decode, numbers: Sequence[int], threads: int) -> None:
         """Write a patch to private weights, and compare the sums of all tensors; memory is passed through once."""
         known = self.sums or ()
         self.weights.open(layout, head.step)
@@ -206,17 +237,17 @@ class HeldWeights:
         self,
         head: PatchHead,
         layout: Layout,
-        decode: Callable[[int], DecodedChunk | LossyChunk],
+        decode: Decode,
         numbers: Sequence[int],
         threads: int,
-    ) -> list[DecodedChunk | LossyChunk | None]:
+    ) -> list[Decoded | None]:
         """Decode chunks, and compare the sums of all tensors at hand; return the decoded chunks that are kept."""
         read, whole = self.weights.read, head.kind == ANCHOR
 
-        def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], DecodedChunk | LossyChunk | None, int]:
+        def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], Decoded | None, int]:
             chunk = decode(number)
             with _naming(head, number):
-                before, change = ({}, chunk.sums()) if whole else chunk.check(read)
+                before, change = ({}, _whole(chunk).sums()) if whole else chunk.check(read)
             return before, change, chunk if chunk.light else None, chunk.changed
 
         results = in_parallel(check, numbers, threads)
@@ -248,6 +279,13 @@ class HeldWeights:
                 )
         if self.selected is None and changed != head.changed:
             raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")
+
+
+def _whole(chunk: Decoded) -> WholeChunk:
+    """Return a chunk of an anchor."""
+    if not isinstance(chunk, WholeChunk):
+        raise PayloadError("an anchor has a chunk of differences")
+    return chunk
 
 
 @contextlib.contextmanager

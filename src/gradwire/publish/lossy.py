@@ -17,7 +17,8 @@ from gradwire.errors import GradwireError, IncompatibleError, PayloadError
 from gradwire.exchange.method import Method
 from gradwire.methods.gossip.vector_coder import VectorCoder, check_operator
 from gradwire.methods.spec import method as method_of
-from gradwire.publish.codec import EncodedChunk, Read, codec_kernels, encode_changes
+from gradwire.publish.changes import encode_changes
+from gradwire.publish.chunks import EncodedChunk, Read, codec_kernels
 from gradwire.publish.container import LOSSY, Octets
 from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.manifest import MAX_SPEC
@@ -213,10 +214,6 @@ class LossyChunk:
         _, change = self.check(target)
         self.write(target)
         return change
-
-    def sums(self) -> Mapping[int, int]:
-        """Refuse: only patches have such chunks."""
-        raise PayloadError("an anchor has a chunk of differences")
 
     def write(self, target: Read) -> None:
         """Write the chunk into the bytes of its spans, which have been checked."""

@@ -17,7 +17,7 @@ from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleErro
 from gradwire.exchange.method import Method
 from gradwire.publish.bases import open_base
 from gradwire.publish.boxes import Strips, TensorBox, TensorPiece, check_strips, covers
-from gradwire.publish.codec import codec_kernels
+from gradwire.publish.chunks import codec_kernels
 from gradwire.publish.container import NO_STEP
 from gradwire.publish.encoder import File, StepEncoder
 from gradwire.publish.group import GroupChannel, is_group

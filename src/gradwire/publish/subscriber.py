@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError, PayloadError
-from gradwire.publish.codec import codec_kernels
+from gradwire.publish.chunks import codec_kernels
 from gradwire.publish.container import ANCHOR, Octets, anchor_layout, read_head
 from gradwire.publish.fetch import fetch, fetch_head
 from gradwire.publish.following import Following
