@@ -65,7 +65,13 @@ class Rounding(Protocol):
         """Return the tensors with which a run of blocks begins."""
         ...
 
-    def encode(self, spans: Sequence[BlockSpan], base: Read, new: Read, run: bytes, step: int) -> EncodedChunk | None:
+    def reset(self) -> None:
+        """Begin anew at weights that readers have without what came before."""
+        ...
+
+    def encode(
+        self, layout: Layout, spans: Sequence[BlockSpan], base: Read, new: Read, run: bytes, step: int
+    ) -> EncodedChunk | None:
         """Encode spans and write to the base what readers then hold."""
         ...
 
@@ -126,9 +132,11 @@ class StepEncoder:
             if rounding is None or exact:
                 chunk = encode_changes(spans, old, weights.read, advance=True)
             else:
-                chunk = rounding.encode(spans, old, weights.read, self.run, step)
+                chunk = rounding.encode(layout, spans, old, weights.read, self.run, step)
             return [] if chunk is None else [(run, chunk)]
 
+        if rounding is not None and exact:
+            rounding.reset()
         encoded = [item for items in in_parallel(encode, self._runs, self._threads) for item in items]
         found = in_parallel(lambda item: _described(*item), encoded, self._threads)
         before = layout.state(self.sums)
@@ -139,6 +147,8 @@ class StepEncoder:
     def fill(self, weights: Readable) -> None:
         """Make the weights the base."""
         base = self._base
+        if self._rounding is not None:
+            self._rounding.reset()
 
         def fill(run: Run) -> None:
             if isinstance(base, SummedBase):

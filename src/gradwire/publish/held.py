@@ -21,7 +21,7 @@ from gradwire.publish.container import (
     digest_of,
 )
 from gradwire.publish.layout import Layout
-from gradwire.publish.lossy import LossyChunk
+from gradwire.publish.lossy import LossyChunk, States
 from gradwire.publish.pieces import HeldPieces
 from gradwire.publish.weights import LiveTensors, Writable
 from gradwire.publish.whole import WholeChunk
@@ -48,6 +48,7 @@ class HeldWeights:
         run: Run of the publisher that the weights are of, if they came by a file.
         step: Step of the weights, if it is known.
         sums: Sum of words of each tensor, if it is known.
+        recognised: Whether the weights are known by their sums alone, and not by the files that led to them.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class HeldWeights:
         self.weights = weights
         self.lossy = lossy
         self.selected = selected
-        self._private, self._verified = private, False
+        self._private, self._verified, self.recognised = private, False, False
+        self._states: States = {}
         self.run: bytes | None = None
         self.step: int | None = None
         self.sums: tuple[int, ...] | None = None
@@ -80,16 +82,18 @@ class HeldWeights:
     def forget(self) -> None:
         """Trust what is known no longer."""
         self._verified = False
+        self._states = {}
         self.run = self.step = self.sums = None
 
     def become(self, other: HeldWeights) -> None:
         """Take over what is known of other weights with the same bytes."""
-        self.run, self.step, self.sums = other.run, other.step, other.sums
+        self.forget()
+        self.run, self.step, self.sums, self.recognised = other.run, other.step, other.sums, True
 
     def identify(self, threads: int) -> None:
         """Sum up the weights: they may be those of a published step already."""
         if self.layout is not None:
-            self.sums = tuple(sums_of(self.layout, self.weights.read, threads))
+            self.sums, self.recognised = tuple(sums_of(self.layout, self.weights.read, threads)), True
 
     def apply(self, head: PatchHead, data: Octets, threads: int) -> None:
         """Check a file in full, then write it; :meth:`settle` ends one or more of these.
@@ -118,7 +122,7 @@ class HeldWeights:
             IncompatibleError: the file is for other tensors.
         """
         layout = self._layout_for(head)
-        places, numbers = head.places(), self.wanted(head, layout)
+        places, numbers, states = head.places(), self.wanted(head, layout), self._states
 
         def decode(number: int) -> Decoded:
             chunk, body = head.chunks[number], data[places[number]]
@@ -129,7 +133,7 @@ class HeldWeights:
                 raise IncompatibleError(f"{head.name} rounds differences: {LOSSY_REMEDY}")
             with _naming(head, number):
                 if chunk.kind == LOSSY:
-                    return LossyChunk(spans, body, head.run, head.step)
+                    return LossyChunk(spans, body, head.run, head.step, layout, states)
                 if chunk.kind in (RAW, CODED):
                     return WholeChunk(chunk.kind, spans, body)
                 if chunk.kind != CHANGES:
@@ -151,8 +155,7 @@ class HeldWeights:
                 (kept[place] or decode(numbers[place])).write(self.weights.target)
 
             in_parallel(write_chunk, range(len(numbers)), threads)
-            self.run, self.step, self.sums = head.run, head.step, head.sums
-            self._verified = self._private
+            self._learn(head, states, self._private)
 
         return write
 
@@ -163,6 +166,12 @@ class HeldWeights:
         rows = enumerate(head.chunks)
         selected = self.selected
         return [n for n, c in rows if any(span.tensor in selected for span in layout.spans(c.first, c.blocks))]
+
+    def _learn(self, head: PatchHead, states: States, verified: bool) -> None:
+        """Know the weights by the file that has been written."""
+        self.run, self.step, self.sums = head.run, head.step, head.sums
+        self._states = {} if head.kind == ANCHOR else states
+        self._verified, self.recognised = verified, False
 
     def settle(self) -> None:
         """Make what was written the weights, unless writing was interrupted."""
@@ -215,11 +224,11 @@ class HeldWeights:
         results = in_parallel(fill, numbers, threads)
         found = total_sums([0] * len(layout.entries), [sums for sums, _ in results])
         self._compare(head, layout, found, sum(changed for _, changed in results))
-        self.run, self.step, self.sums, self._verified = head.run, head.step, head.sums, self._private
+        self._learn(head, {}, self._private)
 
     def _replace(self, head: PatchHead, layout: Layout, decode: Decode, numbers: Sequence[int], threads: int) -> None:
         """Write a patch to private weights, and compare the sums of all tensors; memory is passed through once."""
-        known = self.sums or ()
+        known, states = self.sums or (), self._states
         self.weights.open(layout, head.step)
         self.forget()
 
@@ -231,7 +240,7 @@ class HeldWeights:
         results = in_parallel(replace, numbers, threads)
         found = total_sums(known, [change for change, _ in results])
         self._compare(head, layout, found, sum(changed for _, changed in results))
-        self.run, self.step, self.sums, self._verified = head.run, head.step, head.sums, True
+        self._learn(head, states, True)
 
     def _check(
         self,
