@@ -13,7 +13,8 @@ every byte of every tensor.
 Reported are, for the anchor and as the best of the patches: what the commands report, seconds from the checkpoint's
 appearance until the file has been replaced, which include polling every 0.2 s, and a plain copy of the reader's file
 with fsync, which is what a reader's new file costs. Memory is the largest resident set of each command, without and
-with the pages of files that it has mapped. Everything goes through one disk, which needs room for four checkpoints.
+with the pages of files that it has mapped. Everything goes through one disk, which needs room
+for four checkpoints, or five with the base in a file.
 """
 
 from __future__ import annotations
@@ -83,8 +84,13 @@ def first_checkpoint(folder: Path, layout: Layout, seed: int) -> None:
 
 
 def next_checkpoint(folder: Path, density: float, rng: np.random.Generator) -> int:
-    """Move elements of a checkpoint by one unit, in its files; return how many."""
-    changed = 0
+    """Move elements of a checkpoint by one unit, in its files; return how many.
+
+    The places within a piece are drawn once, and turned by a draw for each piece.
+    """
+    changed, numel = 0, PIECE // 2
+    drawn = np.cumsum(rng.geometric(density, int(1.1 * density * numel) + 1000)) - 1
+    drawn = drawn[drawn < numel]
     for file in sorted(folder.glob("*.safetensors")):
         at = min(place.offset for place in read_places(file).values())
         with file.open("r+b") as stream:
@@ -94,8 +100,7 @@ def next_checkpoint(folder: Path, density: float, rng: np.random.Generator) -> i
                 if not part:
                     break
                 elements = np.frombuffer(part, np.int16)
-                gaps = rng.geometric(density, int(1.1 * density * len(elements)) + 1000)
-                places = np.cumsum(gaps) - 1
+                places = (drawn + rng.integers(numel)) % numel
                 places = places[places < len(elements)]
                 elements[places] += rng.integers(0, 2, len(places)).astype(np.int16) * 2 - 1
                 changed += len(places)
@@ -193,7 +198,9 @@ def copy(source: Path, target: Path) -> float:
     return seconds
 
 
-def measure(layers: int, density: float, steps: int, folder: Path, base: str) -> dict[str, Any]:
+def measure(
+    layers: int, density: float, steps: int, folder: Path, base: str, first: Path | None, drop_anchor: bool
+) -> dict[str, Any]:
     """Publish and follow some checkpoints."""
     layout, rng = layout_of(layers), np.random.default_rng(0)
     checkpoints, place, target = folder / "checkpoints", folder / "published", folder / "weights"
@@ -210,12 +217,17 @@ def measure(layers: int, density: float, steps: int, folder: Path, base: str) ->
             if step:
                 (checkpoints / f"checkpoint-{step - 1}").rename(hidden)
                 changes = next_checkpoint(hidden, density, rng)
+            elif first is not None:
+                first.rename(hidden)
             else:
                 hidden.mkdir()
                 first_checkpoint(hidden, layout, 0)
             began = time.perf_counter()
             hidden.rename(checkpoints / hidden.name)
             fresh.append(wait_for(step, held) - began)
+            if drop_anchor and not step:
+                for file in place.glob("anchor-*"):
+                    file.unlink()
             print(f"step {step}: fresh after {fresh[-1]:.1f} s", flush=True)
         copy_s = copy(held, folder / "copy")
         published, applied = (command.end() for command in commands)
@@ -236,6 +248,7 @@ def measure(layers: int, density: float, steps: int, folder: Path, base: str) ->
         "steps": steps,
         "base": "file" if os.sep in base else base,
         "files": len(shards_of(layout)),
+        "anchor_dropped": drop_anchor,
         "copy_s": copy_s,
         "anchor": {
             "file_bytes": published[0]["anchor_bytes"],
@@ -270,12 +283,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="Folder with room for four checkpoints (default: a temporary one)")
     parser.add_argument("--base", default="memory", help="The publisher's base: memory, sums or a file")
+    parser.add_argument("--first", type=Path, help="A first checkpoint of that size, which is moved and changed")
+    parser.add_argument(
+        "--drop-anchor", action="store_true", help="Remove the anchor once it has been read, where the disk is small"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
     for layers in arguments.layers or (2, 30):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            rows.append(measure(layers, arguments.density, arguments.steps, Path(folder), arguments.base))
+            rows.append(
+                measure(
+                    layers,
+                    arguments.density,
+                    arguments.steps,
+                    Path(folder),
+                    arguments.base,
+                    arguments.first,
+                    arguments.drop_anchor,
+                )
+            )
         print(json.dumps(rows[-1], indent=1), flush=True)
         write(arguments.json, shared_machine=True, rows=rows)
 
