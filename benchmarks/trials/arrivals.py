@@ -31,8 +31,8 @@ from benchmarks.lib.runs import earlier, write
 from benchmarks.trials.churn import Trial
 from benchmarks.trials.loaded import preload
 from benchmarks.trials.membership import MEMBERS
-from gradwire.link.membership import state_codec
-from gradwire.link.membership.state_codec import PIECE_BYTES, Octets
+from gradwire.kernels.pieces import PIECE_BYTES, Octets
+from gradwire.kernels.pieces import encode as encode_piece
 from gradwire.tools.lab import Topology, open_network
 
 METHODS = ("terngrad", "PowerSGD(matrix_rank=2)", "DiLoCo(every=8, inner=EDEN(bits=4))")
@@ -112,7 +112,7 @@ def trained(kind: str, steps: int) -> Iterator[tuple[int, dict[str, torch.Tensor
 
 def patch_bytes(old: torch.Tensor, new: torch.Tensor) -> int:
     """Return the bytes of a difference as ``gradwire.publish`` codes it."""
-    from gradwire.publish.codec import encode_changes
+    from gradwire.publish.changes import encode_changes
     from gradwire.publish.layout import BY_DTYPE, Entry, Layout
 
     layout = Layout([Entry("x", BY_DTYPE[torch.float32], (len(new),))])
@@ -124,7 +124,7 @@ def patch_bytes(old: torch.Tensor, new: torch.Tensor) -> int:
 def coded(octets: Octets) -> int:
     """Return the bytes of the code of state."""
     pieces = (octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES))
-    return sum(len(state_codec.encode(piece, 4, True)) for piece in pieces)
+    return sum(len(encode_piece(piece, 4, True)) for piece in pieces)
 
 
 def codes(steps: int = 300) -> list[dict[str, Any]]:

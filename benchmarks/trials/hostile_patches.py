@@ -37,7 +37,7 @@ EXTREMES = (0, 1, 2, 127, 128, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
 
 @dataclass
 class Case:
-    """A reader, the bytes of its tensors, and good files: the one that it would accept first."""
+    """A reader, the bytes of its tensors, and good files: the ones that it would accept first."""
 
     seed: int
     tensors: dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ def octets(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 def prepare(seed: int) -> Case:
-    """Publish four steps, and another run; give the first step to a reader."""
+    """Publish four steps, the last one as a patch and as an anchor, and another run; give the first to a reader."""
     generator = torch.Generator().manual_seed(seed)
 
     def start() -> dict[str, torch.Tensor]:
@@ -63,11 +63,11 @@ def prepare(seed: int) -> Case:
     def publish(tensors: dict[str, torch.Tensor], density: float) -> list[tuple[bytes, bytes]]:
         found = []
         with tempfile.TemporaryDirectory() as folder:
-            publisher = gw.WeightPublisher(tensors, folder)
+            publisher = gw.WeightPublisher(tensors, folder, anchor_every=3)
             for step in range(4):
                 publisher.publish(step)
-                (name,) = Path(folder).glob(f"*-{step:012d}-*")
-                found.append((name.read_bytes(), octets(tensors)))
+                names = sorted(Path(folder).glob(f"*-{step:012d}-*"))
+                found += [(name.read_bytes(), octets(tensors)) for name in names]
                 moved = torch.rand(2000, generator=generator) < density
                 tensors["w"].view(torch.int16)[moved] += torch.randint(-3, 200, (2000,), generator=generator)[
                     moved
@@ -80,8 +80,9 @@ def prepare(seed: int) -> Case:
     with tempfile.TemporaryDirectory() as folder:
         subscriber = gw.WeightSubscriber(held, folder)
     subscriber.apply(own[0][0])
-    # The good patch first: half of all attempts damage it.
-    files = [own[1][0], own[0][0], own[2][0], own[3][0], *(data for data, _ in other)]
+    # The good patch first, then a good anchor: most attempts damage one of them.
+    first, patch, second, newest, third = (data for data, _ in own)
+    files = [patch, newest, first, second, third, *(data for data, _ in other)]
     return Case(seed, held, subscriber, octets(held), {state for _, state in (*own, *other)}, files)
 
 
@@ -221,7 +222,8 @@ def attempt(case: Case, number: int) -> tuple[str, str]:
     """
     rng = np.random.default_rng((case.seed, number))
     way = WAYS[number % len(WAYS)]
-    good = case.files[0 if rng.random() < 0.6 else int(rng.integers(len(case.files)))]
+    chance = rng.random()
+    good = case.files[0 if chance < 0.4 else 1 if chance < 0.7 else int(rng.integers(len(case.files)))]
     try:
         data = way(good, rng, case)
     except (struct.error, OverflowError):

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 
 import gradwire as gw
-from gradwire.link.membership import state_codec
+from gradwire.kernels import pieces
 
 METHODS = "GRADWIRE_TRIAL_METHODS"
 
@@ -30,6 +30,6 @@ if multiprocessing.current_process().name == "MainProcess" and METHODS in os.env
     torch.set_num_threads(1)
     # The first optimizer of a process imports torch._dynamo, which takes a second or two.
     NEEDED = (gw.join, gw.Link, gw.ElasticSampler, gw.Coordinator, torch._dynamo)
-    state_codec.warm_up()
+    pieces.warm_up()
     for loaded in filter(None, os.environ[METHODS].split(";")):
         gw.warm_up(gw.method(loaded))

@@ -144,3 +144,18 @@ def test_watching_follows_checkpoints_until_it_is_interrupted(tmp_path: Path) ->
     published, followed = (json.loads(out) for out, _ in outputs)
     assert [row["step"] for row in published] == [1, 2, 3]
     assert followed[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("base", ["sums", "file"])
+def test_the_base_may_be_a_file_or_sums(base: str, tmp_path: Path) -> None:
+    source, place, file = tmp_path / "run", tmp_path / "place", tmp_path / "base.bin"
+    save(source / "checkpoint-1", 1)
+    words = ("publish", "--from", source, "--to", place, "--base", file if base == "file" else base, "--json")
+    assert call(*words).exit_code == 0
+    save(source / "checkpoint-2", 2)
+    result = call(*words)
+    assert result.exit_code == 0, result.stderr
+    (row,) = json.loads(result.stdout)
+    # Sums know that a block changed, but not which elements of it.
+    assert row["changed"] == (60 if base == "file" else 3000)
+    assert file.exists() == (base == "file")

@@ -19,11 +19,10 @@ from torch.distributed import HashStore
 
 import gradwire as gw
 from crew import Crew, Worker, crew
-from gradwire.link.membership import state_codec
+from gradwire.kernels.pieces import decode, encode
 from gradwire.link.membership.replay import StepLog, replay
 from gradwire.link.membership.serving_link import LARGE_BYTES
 from gradwire.link.membership.snapshot import Snapshot
-from gradwire.link.membership.state_codec import decode, encode
 from gradwire.link.membership.state_fetch import StateFetch
 from gradwire.link.membership.state_server import StateServer
 
@@ -235,7 +234,7 @@ def train(address: str, secret: str, name: str, pipe: Connection, spec: str, lea
     assert sum(4 * p.numel() for p in module.parameters()) > LARGE_BYTES
     optimizer = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
     if "slow_s" in more:
-        usual = state_codec.decode
+        usual = decode
 
         def slow(*args: Any) -> Any:
             time.sleep(more["slow_s"])

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.publish.codec import DecodedChunk, encode_changes
-from gradwire.publish.container import CHANGES, read_head
+from gradwire.publish.changes import ChangedChunk, encode_changes
+from gradwire.publish.container import read_head
 from gradwire.publish.layout import BY_NAME, TYPES, Entry, Layout
 
 PAGE = Path(__file__).parents[2] / "docs" / "patch-format.md"
@@ -72,7 +72,7 @@ def test_the_chunk_of_changes_of_the_page_is_written_and_read() -> None:
     found = re.search(r"are 0, 2 and 126:\n\n```\n([0-9a-f\s]+)```", PAGE.read_text())
     assert found
     assert body.tobytes().hex(" ", 1) == bytes.fromhex(found.group(1)).hex(" ", 1)
-    change = DecodedChunk(CHANGES, span, body).replace(lambda span: old.view(torch.uint8))
+    change = ChangedChunk(span, body).replace(lambda span: old.view(torch.uint8))
     assert torch.equal(old, new)
     assert change == chunk.sums
 

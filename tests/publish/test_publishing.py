@@ -287,8 +287,8 @@ def test_bases_without_a_copy_in_memory(base: str, tmp_path: Path) -> None:
         assert same(trained, served)
         trained["layer.weight"][0, 17] += 1
     if base == "sums":
-        # The one block that changed, whole.
-        assert 2 * 2**17 < publication.patch_bytes < 2 * 2**17 + 400
+        # The one block that changed, whole and coded.
+        assert 1.3 * 2**17 < publication.patch_bytes < 1.4 * 2**17
     else:
         assert publication.patch_bytes < 400
         assert (tmp_path / "base.bin").stat().st_size >= 600_000

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.compiling import cache_folder, compile_time, in_turn
-from gradwire.kernels.entropy.base import CODERS, Coder
+from gradwire.kernels.entropy.base import CODERS, SectionCoder
 from gradwire.kernels.entropy.select import get_coder
 from gradwire.kernels.front import Family
 from gradwire.kernels.operations import Operations
@@ -29,6 +29,7 @@ FAMILIES = (
     "fourier",
     "shifts",
     "patches",
+    "planes",
 )
 """Families of kernels. A method names the families that it calls; each is compiled when it is first needed."""
 
@@ -74,7 +75,7 @@ class Kernels(Operations):
         """The name of the backend; ``auto`` has the name of the backend that it chose."""
         return self._backend.name
 
-    def coder(self, name: str) -> Coder:
+    def coder(self, name: str) -> SectionCoder:
         """Return the entropy coder with this name that belongs to the backend."""
         return get_coder(name, self._backend.coders)
 

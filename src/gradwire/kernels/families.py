@@ -13,6 +13,7 @@ from gradwire.kernels.low_rank import operations as low_rank
 from gradwire.kernels.moments import operations as moments
 from gradwire.kernels.natural import operations as natural
 from gradwire.kernels.patches import operations as patches
+from gradwire.kernels.planes import operations as planes
 from gradwire.kernels.rotation import operations as rotation
 from gradwire.kernels.selection import operations as selection
 from gradwire.kernels.shifts import operations as shifts
@@ -38,6 +39,7 @@ OPERATIONS: Mapping[str, Any] = {
     "fourier": fourier,
     "shifts": shifts,
     "patches": patches,
+    "planes": planes,
 }
 """The module of each family that has a function in plain PyTorch for each operation; these define the bits."""
 
@@ -104,6 +106,10 @@ def compiled_loops(family: str) -> Callable[[bool, int], Compiled]:
         from gradwire.kernels.patches.loops import PatchesLoops
 
         return PatchesLoops
+    if family == "planes":
+        from gradwire.kernels.planes.loops import PlanesLoops
+
+        return PlanesLoops
     raise KeyError(family)
 
 

@@ -10,6 +10,7 @@ from gradwire.kernels.low_rank.operations import LowRankOperations
 from gradwire.kernels.moments.operations import MomentOperations
 from gradwire.kernels.natural.operations import NaturalOperations
 from gradwire.kernels.patches.operations import PatchOperations
+from gradwire.kernels.planes.operations import PlaneOperations
 from gradwire.kernels.rotation.operations import RotationOperations
 from gradwire.kernels.selection.operations import SelectionOperations
 from gradwire.kernels.shifts.operations import ShiftOperations
@@ -33,6 +34,7 @@ class Operations(
     FourierOperations,
     ShiftOperations,
     PatchOperations,
+    PlaneOperations,
 ):
     """Arithmetic on blocks and bits. Every backend gives the same bits; ``reference`` defines them.
 

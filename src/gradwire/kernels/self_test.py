@@ -257,6 +257,17 @@ def _patches(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     return [*results, torch.tensor([kernels.word_sum(old, 5) >> 1, kernels.word_sum(new) >> 1])]
 
 
+def _planes(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
+    data, results = _case(size)[0].view(torch.uint8)[: 4 * NUMEL * size & ~7], list[torch.Tensor]()
+    for width in (1, 2, 4, 8):
+        for floating in (False, True):
+            planes, back = torch.empty(width, len(data) // width, dtype=torch.uint8), torch.empty_like(data)
+            kernels.split_planes(data, width, floating, planes)
+            kernels.join_planes(planes, width, floating, back)
+            results += [planes, back]
+    return results
+
+
 SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "moments": _moments,
     "ternary": _ternary,
@@ -272,6 +283,7 @@ SELF_TESTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "fourier": _fourier,
     "shifts": _shifts,
     "patches": _patches,
+    "planes": _planes,
 }
 """Self tests by family: each runs all operations on ``NUMEL * size`` elements, ``size`` being an optional argument."""
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from gradwire.errors import HyperparameterError
-from gradwire.publish.codec import EncodedChunk, codec_kernels
-from gradwire.publish.container import RAW
+from gradwire.publish.chunks import EncodedChunk, codec_kernels
 from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.weights import Readable
+from gradwire.publish.whole import encode_whole
 
 Run = tuple[int, int]
 """First block of a run of blocks, and their number."""
@@ -74,23 +74,31 @@ class SummedBase:
 
     def changed(self, run: Run, weights: Readable) -> list[tuple[Run, EncodedChunk]]:
         """Return the blocks of a run that changed, neighbours together, and remember their sums."""
-        kernels, found = codec_kernels(), list[tuple[Run, EncodedChunk]]()
+        kernels, groups = codec_kernels(), list[tuple[Run, list[torch.Tensor], dict[int, int]]]()
         for block, span in self._blocks(run):
             octets = weights.read(span)
             total, before = kernels.word_sum(octets, span.first_word), int(self._sums[block])
             if total == before:
                 continue
             self._sums[block] = total
-            if found and sum(found[-1][0]) == block:
-                (first, count), chunk = found.pop()
-            else:
-                (first, count), chunk = (block, 0), EncodedChunk(RAW, [], 0, 0)
-            chunk.pieces.append(octets.numpy())
-            chunk.elements += span.elements
-            chunk.changed += span.elements
-            chunk.sums[span.tensor] = (chunk.sums.get(span.tensor, 0) + total - before) % 2**64
-            found.append(((first, count + 1), chunk))
-        return found
+            if not groups or sum(groups[-1][0]) != block:
+                groups.append(((block, 0), [], {}))
+            (first, count), parts, sums = groups.pop()
+            sums[span.tensor] = (sums.get(span.tensor, 0) + total - before) % 2**64
+            groups.append(((first, count + 1), [*parts, octets], sums))
+        return [(where, self._chunk(where, parts, sums)) for where, parts, sums in groups]
+
+    def _chunk(self, run: Run, parts: list[torch.Tensor], sums: dict[int, int]) -> EncodedChunk:
+        """Encode the bytes of a run of blocks, as they were read, one part a block."""
+        left = iter(parts)
+
+        def joined(span: BlockSpan) -> torch.Tensor:
+            blocks = [next(left) for _ in range(span.blocks)]
+            return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+        chunk = encode_whole(self._layout.spans(*run), joined)
+        chunk.sums = sums
+        return chunk
 
 
 def open_base(base: str | os.PathLike[str], layout: Layout) -> CopiedBase | SummedBase:

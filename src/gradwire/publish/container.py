@@ -18,10 +18,14 @@ from gradwire.publish.layout import BLOCK_ELEMENTS, DIGEST_BYTES, MAX_LAYOUT_BYT
 
 Octets = npt.NDArray[np.uint8]
 
-MAGIC, VERSION = b"GWWP", 2
+MAGIC, VERSION = b"GWWP", 3
+_BEFORE = 2
+"""The version before, which is read: it lacks coded chunks."""
+
 ANCHOR, PATCH = 0, 1
-RAW, CHANGES, LOSSY = 0, 1, 2
-"""Kinds of chunks: bytes as they are, changes of the base, and differences rounded by a method."""
+RAW, CHANGES, LOSSY, CODED = 0, 1, 2, 3
+"""Kinds of chunks: bytes as they are, changes of the base, differences rounded by a method, and bytes coded without
+loss."""
 
 HEAD_BYTES, CHUNK_BYTES = 144, 40
 NO_STEP = -1
@@ -143,9 +147,9 @@ def read_head(data: Octets) -> PatchHead:
     ) = _HEAD.unpack(fixed)  # fmt: skip
     if magic != MAGIC:
         raise PayloadError(f"the file starts with {magic!r}: it is not an anchor or patch of weights")
-    if version != VERSION:
+    if version not in (_BEFORE, VERSION):
         raise PayloadError(
-            f"the file has format version {version}, this is gradwire's {VERSION}: update the older side"
+            f"the file has format version {version}, this gradwire reads {_BEFORE} and {VERSION}: update the older side"
         )
     if kind not in (ANCHOR, PATCH) or zero or any(zeros) or block != BLOCK_ELEMENTS:
         raise PayloadError(
@@ -174,7 +178,9 @@ def read_head(data: Octets) -> PatchHead:
     )  # fmt: skip
     end = 0
     for number, (chunk, row) in enumerate(zip(head.chunks, rows)):
-        allowed = (RAW,) if anchored else (RAW, CHANGES, LOSSY)
+        allowed = {RAW} if anchored else {RAW, CHANGES, LOSSY}
+        if version == VERSION:
+            allowed.add(CODED)
         if chunk.first < end or not chunk.blocks or any(row[3]) or chunk.kind not in allowed:
             raise PayloadError(f"{head.name}: chunk {number} is out of order, empty or of an unknown kind")
         if anchored and chunk.first != end:

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, overload
 
-from gradwire.errors import IncompatibleError
+import numpy as np
+
+from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.publish.bases import CopiedBase, Run, SummedBase
 from gradwire.publish.boxes import TensorPiece
-from gradwire.publish.codec import (
-    CHUNK_ELEMENTS,
-    EncodedChunk,
-    Read,
-    encode_changes,
-    encode_whole,
-    in_parallel,
-    sums_of,
-    total_sums,
-)
-from gradwire.publish.container import ANCHOR, NO_STEP, PATCH, ChunkRow, Octets, PatchHead, chunk_row
+from gradwire.publish.changes import encode_changes
+from gradwire.publish.chunks import CHUNK_ELEMENTS, EncodedChunk, Read, in_parallel, sums_of, total_sums
+from gradwire.publish.container import ANCHOR, CODED, NO_STEP, PATCH, ChunkRow, Octets, PatchHead, chunk_row
 from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.manifest import PublishedFile
 from gradwire.publish.weights import Readable
+from gradwire.publish.whole import encode_whole
 
-File = tuple[PublishedFile, list[Octets | bytes]]
+KEPT_BYTES = 1 << 30
+"""Bytes of weights up to which a coded anchor is kept until it is written. Chunks of longer ones are encoded twice: for
+their digests, which the head of the file has, and when they are written."""
+
+
+class FilePieces(Sequence[Octets | bytes]):
+    """The bytes of a file in pieces, of which some are made when they are asked for.
+
+    Args:
+        pieces: Pieces, and functions that return one.
+    """
+
+    def __init__(self, pieces: Sequence[Octets | bytes | Callable[[], Octets]]) -> None:
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @overload
+    def __getitem__(self, place: int) -> Octets | bytes: ...
+    @overload
+    def __getitem__(self, place: slice) -> FilePieces: ...
+    def __getitem__(self, place: int | slice) -> Octets | bytes | FilePieces:
+        if isinstance(place, slice):
+            return FilePieces(self._pieces[place])
+        piece = self._pieces[place]
+        return piece() if callable(piece) else piece
+
+
+File = tuple[PublishedFile, Sequence[Octets | bytes]]
 """A file's description, and its bytes in pieces."""
+
+Chunk = tuple[Run, EncodedChunk, ChunkRow]
+"""A run of blocks, what it is encoded as, and its row in the file's table."""
+
+
+def _described(run: Run, chunk: EncodedChunk) -> Chunk:
+    return run, chunk, chunk_row(*run, chunk.kind, chunk.pieces)
 
 
 class Rounding(Protocol):
@@ -34,7 +65,13 @@ class Rounding(Protocol):
         """Return the tensors with which a run of blocks begins."""
         ...
 
-    def encode(self, spans: Sequence[BlockSpan], base: Read, new: Read, run: bytes, step: int) -> EncodedChunk | None:
+    def reset(self) -> None:
+        """Begin anew at weights that readers have without what came before."""
+        ...
+
+    def encode(
+        self, layout: Layout, spans: Sequence[BlockSpan], base: Read, new: Read, run: bytes, step: int
+    ) -> EncodedChunk | None:
         """Encode spans and write to the base what readers then hold."""
         ...
 
@@ -95,17 +132,23 @@ class StepEncoder:
             if rounding is None or exact:
                 chunk = encode_changes(spans, old, weights.read, advance=True)
             else:
-                chunk = rounding.encode(spans, old, weights.read, self.run, step)
+                chunk = rounding.encode(layout, spans, old, weights.read, self.run, step)
             return [] if chunk is None else [(run, chunk)]
 
-        found = [item for items in in_parallel(encode, self._runs, self._threads) for item in items]
+        if rounding is not None and exact:
+            rounding.reset()
+        encoded = [item for items in in_parallel(encode, self._runs, self._threads) for item in items]
+        found = in_parallel(lambda item: _described(*item), encoded, self._threads)
         before = layout.state(self.sums)
-        self.sums = total_sums(self.sums, [chunk.sums for _, chunk in found])
-        return self._file(PATCH, step, base_step, before, found), sum(chunk.changed for _, chunk in found)
+        self.sums = total_sums(self.sums, [chunk.sums for _, chunk, _ in found])
+        pieces = [piece for _, chunk, _ in found for piece in chunk.pieces]
+        return self._file(PATCH, step, base_step, before, found, pieces), sum(chunk.changed for _, chunk, _ in found)
 
     def fill(self, weights: Readable) -> None:
         """Make the weights the base."""
         base = self._base
+        if self._rounding is not None:
+            self._rounding.reset()
 
         def fill(run: Run) -> None:
             if isinstance(base, SummedBase):
@@ -116,20 +159,44 @@ class StepEncoder:
         in_parallel(fill, self._runs, self._threads)
 
     def anchor(self, step: int, read: Read) -> File:
-        """Encode the base, or weights where there is no copy of them; pieces are their memory.
+        """Encode the base, or weights where there is no copy of them.
+
+        What is raw is the base's own memory. Of more weights than :data:`KEPT_BYTES`, all else is encoded a second
+        time when it is written, so that it takes a chunk's memory a thread.
 
         Args:
             step: Step of the weights.
-            read: Returns the weights' bytes.
+            read: Returns the weights' bytes, until the file has been written.
         """
-        source = self._base.read if isinstance(self._base, CopiedBase) else read
+        copied = isinstance(self._base, CopiedBase)
+        source, large = self._copy.read if copied else read, self.layout.nbytes > KEPT_BYTES
 
-        def encode(run: Run) -> tuple[Run, EncodedChunk]:
-            return run, encode_whole(self.layout.spans(*run), source)
+        def encode(run: Run) -> tuple[Chunk, list[Octets | Callable[[], Octets]]]:
+            found = _described(run, encode_whole(self.layout.spans(*run), source))
+            _, chunk, row = found
+            pieces: list[Octets | Callable[[], Octets]] = list(chunk.pieces)
+            if large and (chunk.kind == CODED or not copied):
+                chunk.pieces = []
+                pieces = [lambda: self._again(row, source)]
+            return found, pieces
 
-        found = in_parallel(encode, self._runs, self._threads)
-        self.sums = total_sums([0] * len(self.layout.entries), [chunk.sums for _, chunk in found])
-        return self._file(ANCHOR, step, NO_STEP, bytes(16), found)
+        encoded = in_parallel(encode, self._runs, self._threads)
+        found = [chunk for chunk, _ in encoded]
+        self.sums = total_sums([0] * len(self.layout.entries), [chunk.sums for _, chunk, _ in found])
+        pieces = [piece for _, parts in encoded for piece in parts]
+        return self._file(ANCHOR, step, NO_STEP, bytes(16), found, pieces)
+
+    def _again(self, row: ChunkRow, read: Read) -> Octets:
+        """Return the bytes of a chunk that has been encoded before.
+
+        Raises:
+            ExchangeError: they are more or fewer by now.
+        """
+        chunk = encode_whole(self.layout.spans(row.first, row.blocks), read)
+        octets = chunk.pieces[0] if len(chunk.pieces) == 1 else np.concatenate(chunk.pieces)
+        if (chunk.kind, len(octets)) != (row.kind, row.nbytes):
+            raise ExchangeError("the weights were changed while they were published: wait until publish has returned")
+        return octets
 
     def resume(self, weights: Readable) -> str:
         """Make the weights the base, and return the digest of their state in hexadecimal digits."""
@@ -144,16 +211,18 @@ class StepEncoder:
         return self._base
 
     def _file(
-        self, kind: int, step: int, base_step: int, base_state: bytes, found: Sequence[tuple[Run, EncodedChunk]]
+        self,
+        kind: int,
+        step: int,
+        base_step: int,
+        base_state: bytes,
+        found: Sequence[Chunk],
+        pieces: Sequence[Octets | Callable[[], Octets]],
     ) -> File:
         layout = self.layout
-
-        def describe(item: tuple[Run, EncodedChunk]) -> ChunkRow:
-            return chunk_row(*item[0], item[1].kind, item[1].pieces)
-
         head, first = PatchHead(
             kind, self.run, step, base_step, layout.digest, base_state, layout.state(self.sums),
-            sum(chunk.announced for _, chunk in found), tuple(self.sums),
-            tuple(in_parallel(describe, found, self._threads)), layout.table if kind == ANCHOR else b"",
+            sum(chunk.announced for _, chunk, _ in found), tuple(self.sums), tuple(row for *_, row in found),
+            layout.table if kind == ANCHOR else b"",
         ).pack()  # fmt: skip
-        return PublishedFile.of(head, self.part), [first, *(piece for _, chunk in found for piece in chunk.pieces)]
+        return PublishedFile.of(head, self.part), FilePieces([first, *pieces])

@@ -65,6 +65,11 @@ class Following:
         return tuple(state.hex() for state in found if state is not None) if None not in found else None
 
     @property
+    def recognised(self) -> bool:
+        """Whether some part is known by its sums alone, and not by the files that led to it."""
+        return any(held.recognised for held in self.parts.values())
+
+    @property
     def only(self) -> HeldWeights:
         """The only part.
 

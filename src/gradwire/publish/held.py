@@ -6,12 +6,29 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gradwire.errors import IncompatibleError, PayloadError
-from gradwire.publish.codec import DecodedChunk, in_parallel, sums_of, total_sums
-from gradwire.publish.container import ANCHOR, LOSSY, Octets, PatchHead, anchor_layout, check_against, digest_of
+from gradwire.publish.changes import ChangedChunk
+from gradwire.publish.chunks import in_parallel, sums_of, total_sums
+from gradwire.publish.container import (
+    ANCHOR,
+    CHANGES,
+    CODED,
+    LOSSY,
+    RAW,
+    Octets,
+    PatchHead,
+    anchor_layout,
+    check_against,
+    digest_of,
+)
 from gradwire.publish.layout import Layout
-from gradwire.publish.lossy import LossyChunk
+from gradwire.publish.lossy import LossyChunk, States
 from gradwire.publish.pieces import HeldPieces
 from gradwire.publish.weights import LiveTensors, Writable
+from gradwire.publish.whole import WholeChunk
+
+Decoded = WholeChunk | ChangedChunk | LossyChunk
+Decode = Callable[[int], Decoded]
+"""Returns a chunk, given its number."""
 
 LOSSY_REMEDY = "build the subscriber with lossy=True to hold weights that are exact at anchors only"
 
@@ -31,6 +48,7 @@ class HeldWeights:
         run: Run of the publisher that the weights are of, if they came by a file.
         step: Step of the weights, if it is known.
         sums: Sum of words of each tensor, if it is known.
+        recognised: Whether the weights are known by their sums alone, and not by the files that led to them.
     """
 
     def __init__(
@@ -44,7 +62,8 @@ class HeldWeights:
         self.weights = weights
         self.lossy = lossy
         self.selected = selected
-        self._private, self._verified = private, False
+        self._private, self._verified, self.recognised = private, False, False
+        self._states: States = {}
         self.run: bytes | None = None
         self.step: int | None = None
         self.sums: tuple[int, ...] | None = None
@@ -63,16 +82,18 @@ class HeldWeights:
     def forget(self) -> None:
         """Trust what is known no longer."""
         self._verified = False
+        self._states = {}
         self.run = self.step = self.sums = None
 
     def become(self, other: HeldWeights) -> None:
         """Take over what is known of other weights with the same bytes."""
-        self.run, self.step, self.sums = other.run, other.step, other.sums
+        self.forget()
+        self.run, self.step, self.sums, self.recognised = other.run, other.step, other.sums, True
 
     def identify(self, threads: int) -> None:
         """Sum up the weights: they may be those of a published step already."""
         if self.layout is not None:
-            self.sums = tuple(sums_of(self.layout, self.weights.read, threads))
+            self.sums, self.recognised = tuple(sums_of(self.layout, self.weights.read, threads)), True
 
     def apply(self, head: PatchHead, data: Octets, threads: int) -> None:
         """Check a file in full, then write it; :meth:`settle` ends one or more of these.
@@ -101,9 +122,9 @@ class HeldWeights:
             IncompatibleError: the file is for other tensors.
         """
         layout = self._layout_for(head)
-        places, numbers = head.places(), self.wanted(head, layout)
+        places, numbers, states = head.places(), self.wanted(head, layout), self._states
 
-        def decode(number: int) -> DecodedChunk | LossyChunk:
+        def decode(number: int) -> Decoded:
             chunk, body = head.chunks[number], data[places[number]]
             if digest_of(body.data) != chunk.digest:
                 raise PayloadError(f"{head.name}: chunk {number} was damaged: its digest differs")
@@ -112,15 +133,21 @@ class HeldWeights:
                 raise IncompatibleError(f"{head.name} rounds differences: {LOSSY_REMEDY}")
             with _naming(head, number):
                 if chunk.kind == LOSSY:
-                    return LossyChunk(spans, body, head.run, head.step)
-                return DecodedChunk(chunk.kind, spans, body)
+                    return LossyChunk(spans, body, head.run, head.step, layout, states)
+                if chunk.kind in (RAW, CODED):
+                    return WholeChunk(chunk.kind, spans, body)
+                if chunk.kind != CHANGES:
+                    raise PayloadError(f"its kind {chunk.kind} is unknown to this version")
+                return ChangedChunk(spans, body)
 
+        if head.kind == ANCHOR and (self._private or self.weights.hidden):
+            return lambda: self._fill(head, layout, decode, numbers, threads)
         if self._verified and head.kind != ANCHOR:
             return lambda: self._replace(head, layout, decode, numbers, threads)
         kept = self._check(head, layout, decode, numbers, threads)
 
         def write() -> None:
-            self.weights.open(layout, head.step)
+            self.weights.open(layout, head.step, whole=head.kind == ANCHOR and self.selected is None)
             # Until all is written, the weights are of no step.
             self.forget()
 
@@ -128,8 +155,7 @@ class HeldWeights:
                 (kept[place] or decode(numbers[place])).write(self.weights.target)
 
             in_parallel(write_chunk, range(len(numbers)), threads)
-            self.run, self.step, self.sums = head.run, head.step, head.sums
-            self._verified = self._private
+            self._learn(head, states, self._private)
 
         return write
 
@@ -140,6 +166,12 @@ class HeldWeights:
         rows = enumerate(head.chunks)
         selected = self.selected
         return [n for n, c in rows if any(span.tensor in selected for span in layout.spans(c.first, c.blocks))]
+
+    def _learn(self, head: PatchHead, states: States, verified: bool) -> None:
+        """Know the weights by the file that has been written."""
+        self.run, self.step, self.sums = head.run, head.step, head.sums
+        self._states = {} if head.kind == ANCHOR else states
+        self._verified, self.recognised = verified, False
 
     def settle(self) -> None:
         """Make what was written the weights, unless writing was interrupted."""
@@ -179,16 +211,24 @@ class HeldWeights:
             raise PayloadError(f"{head.name} does not follow on these weights, which are of {at}: {reason}")
         return own
 
-    def _replace(
-        self,
-        head: PatchHead,
-        layout: Layout,
-        decode: Callable[[int], DecodedChunk | LossyChunk],
-        numbers: Sequence[int],
-        threads: int,
-    ) -> None:
+    def _fill(self, head: PatchHead, layout: Layout, decode: Decode, numbers: Sequence[int], threads: int) -> None:
+        """Write an anchor where nobody sees it yet, and compare the sums of all tensors: it is decoded once."""
+        self.weights.open(layout, head.step, whole=self.selected is None)
+        self.forget()
+
+        def fill(number: int) -> tuple[Mapping[int, int], int]:
+            chunk = decode(number)
+            with _naming(head, number):
+                return _whole(chunk).fill(self.weights.target), chunk.changed
+
+        results = in_parallel(fill, numbers, threads)
+        found = total_sums([0] * len(layout.entries), [sums for sums, _ in results])
+        self._compare(head, layout, found, sum(changed for _, changed in results))
+        self._learn(head, {}, self._private)
+
+    def _replace(self, head: PatchHead, layout: Layout, decode: Decode, numbers: Sequence[int], threads: int) -> None:
         """Write a patch to private weights, and compare the sums of all tensors; memory is passed through once."""
-        known = self.sums or ()
+        known, states = self.sums or (), self._states
         self.weights.open(layout, head.step)
         self.forget()
 
@@ -200,23 +240,23 @@ class HeldWeights:
         results = in_parallel(replace, numbers, threads)
         found = total_sums(known, [change for change, _ in results])
         self._compare(head, layout, found, sum(changed for _, changed in results))
-        self.run, self.step, self.sums, self._verified = head.run, head.step, head.sums, True
+        self._learn(head, states, True)
 
     def _check(
         self,
         head: PatchHead,
         layout: Layout,
-        decode: Callable[[int], DecodedChunk | LossyChunk],
+        decode: Decode,
         numbers: Sequence[int],
         threads: int,
-    ) -> list[DecodedChunk | LossyChunk | None]:
+    ) -> list[Decoded | None]:
         """Decode chunks, and compare the sums of all tensors at hand; return the decoded chunks that are kept."""
         read, whole = self.weights.read, head.kind == ANCHOR
 
-        def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], DecodedChunk | LossyChunk | None, int]:
+        def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], Decoded | None, int]:
             chunk = decode(number)
             with _naming(head, number):
-                before, change = ({}, chunk.sums()) if whole else chunk.check(read)
+                before, change = ({}, _whole(chunk).sums()) if whole else chunk.check(read)
             return before, change, chunk if chunk.light else None, chunk.changed
 
         results = in_parallel(check, numbers, threads)
@@ -248,6 +288,13 @@ class HeldWeights:
                 )
         if self.selected is None and changed != head.changed:
             raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")
+
+
+def _whole(chunk: Decoded) -> WholeChunk:
+    """Return a chunk of an anchor."""
+    if not isinstance(chunk, WholeChunk):
+        raise PayloadError("an anchor has a chunk of differences")
+    return chunk
 
 
 @contextlib.contextmanager

@@ -2,10 +2,14 @@
 
 The publisher compares the weights with what readers hold, not with what it last meant to publish. So what a patch
 leaves out or rounds away is part of the next difference, and errors do not add up.
+
+An operator encodes each run of blocks by itself. Of any other method, the publisher sends the replies of its
+collectives, and readers run it on them: they hold what it remembers, which begins anew after each exact step.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -15,9 +19,11 @@ import torch
 
 from gradwire.errors import GradwireError, IncompatibleError, PayloadError
 from gradwire.exchange.method import Method
+from gradwire.methods.gossip.sender_rounds import SenderRounds, check_single_sender, follows_state
 from gradwire.methods.gossip.vector_coder import VectorCoder, check_operator
 from gradwire.methods.spec import method as method_of
-from gradwire.publish.codec import EncodedChunk, Read, codec_kernels, encode_changes
+from gradwire.publish.changes import encode_changes
+from gradwire.publish.chunks import EncodedChunk, Read, codec_kernels
 from gradwire.publish.container import LOSSY, Octets
 from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.manifest import MAX_SPEC
@@ -26,6 +32,12 @@ ROUNDED = {"BF16", "F16", "F32"}
 """Names of the types whose differences are rounded; others are patched exactly."""
 
 _SPEC, _LENGTH, _ROUNDS = struct.Struct("<H"), struct.Struct("<Q"), 1 << 31
+_FACTOR = struct.Struct("<f")
+_PLACE = struct.Struct("<QI")
+"""Before the replies of a method's round: the step of its first round, and the rounds since."""
+
+States = dict[tuple[int, int], tuple[int, SenderRounds]]
+"""By tensor and first element of a run of blocks, the step of a method's first round there, and its rounds."""
 
 
 @lru_cache(maxsize=8)
@@ -34,12 +46,41 @@ def _method(spec: str) -> Method:
 
     Raises:
         HyperparameterError: it is no spec.
-        IncompatibleError: the method is no operator that one encodes and another decodes.
     """
     found = method_of(spec)
-    check_operator("lossy", found)
     codec_kernels().warm_up(found.traits.kernels)
     return found
+
+
+@lru_cache(maxsize=8)
+def _by_itself(spec: str) -> bool:
+    """Return whether a method encodes each vector by itself: it is an operator with scales of its own.
+
+    Raises:
+        HyperparameterError: it is no spec.
+        IncompatibleError: the method cannot have one sender and readers who follow it.
+    """
+    method = _method(spec)
+    try:
+        check_operator("lossy", method)
+        # Some methods say only when they encode that ranks have to share a scale.
+        VectorCoder(method, codec_kernels(), "", 0).encode(torch.ones(8), 0)
+    except IncompatibleError:
+        check_single_sender("lossy", method)
+        return False
+    return True
+
+
+def keeps_state(spec: str) -> bool:
+    """Return whether a patch rounded by a method can be decoded only after those before it.
+
+    Raises:
+        PayloadError: it is not the spec of a method that a publisher takes.
+    """
+    try:
+        return not _by_itself(spec) and follows_state(_method(spec))
+    except GradwireError as error:
+        raise PayloadError(f"weights cannot be rounded by {spec[:80]!r}: {error}") from error
 
 
 def lossy_spec(lossy: str | Method) -> str:
@@ -49,12 +90,26 @@ def lossy_spec(lossy: str | Method) -> str:
         HyperparameterError: it is no spec.
         IncompatibleError: the method cannot be used.
     """
-    spec = repr(method_of(lossy))
+    method = method_of(lossy)
+    if method.traits.open_coders:
+        method = method.with_coder(method.traits.open_coders[0])
+    spec = repr(method)
     if len(spec) > MAX_SPEC:
         raise IncompatibleError(f"lossy={spec[:80]}...: specs have at most {MAX_SPEC} characters")
-    # Some methods say only when they encode that ranks have to share a scale.
-    VectorCoder(_method(spec), codec_kernels(), "", 0).encode(torch.ones(8), 0)
+    _by_itself(spec)
     return spec
+
+
+def _rounds(spec: str, run: bytes, span: BlockSpan, layout: Layout, origin: int) -> SenderRounds:
+    """Return the rounds of a method on a run of blocks, before the first one."""
+    check_single_sender("lossy", _method(spec))
+    columns = math.prod(layout.entries[span.tensor].shape[1:])
+    shape: tuple[int, ...] = (span.elements,)
+    # Whole rows are a matrix, which methods of low rank take.
+    if columns > 1 and span.begin % columns == 0 == span.elements % columns and span.elements > columns:
+        shape = (span.elements // columns, columns)
+    name = f"{span.tensor}:{span.begin}:{origin}"
+    return SenderRounds(_method(spec), codec_kernels(), name, shape, int.from_bytes(run[:8], "little"))
 
 
 def _coder(spec: str, run: bytes, span: BlockSpan) -> VectorCoder:
@@ -81,6 +136,7 @@ class LossyPatches:
 
     def __init__(self, spec: str) -> None:
         self._spec = spec
+        self._states: States = {}
 
     def breaks(self, layout: Layout) -> set[int]:
         """Return the tensors with which a run of blocks begins: a chunk is rounded or exact."""
@@ -93,7 +149,13 @@ class LossyPatches:
                 before = rounded
         return found
 
-    def encode(self, spans: Sequence[BlockSpan], base: Read, new: Read, run: bytes, step: int) -> EncodedChunk | None:
+    def reset(self) -> None:
+        """Begin anew with what the method remembers, at weights that readers have without it."""
+        self._states.clear()
+
+    def encode(
+        self, layout: Layout, spans: Sequence[BlockSpan], base: Read, new: Read, run: bytes, step: int
+    ) -> EncodedChunk | None:
         """Encode spans and write to the base what readers then hold; None if nothing differs."""
         kernels = codec_kernels()
         if spans[0].kind.name not in ROUNDED:
@@ -104,20 +166,52 @@ class LossyPatches:
         if not any(bool(difference.any()) for difference in differences):
             # Zeros may differ by their sign.
             return encode_changes(spans, base, new, advance=True)
+        coded, used = list[tuple[torch.Tensor, torch.Tensor]](), list[SenderRounds]()
+        for span, difference in zip(spans, differences):
+            if _by_itself(self._spec):
+                coder = _coder(self._spec, run, span)
+                payload = coder.encode(difference, step % _ROUNDS)
+                coded.append((payload, coder.decode(payload, span.elements, step % _ROUNDS)))
+                continue
+            key = span.tensor, span.begin
+            if key not in self._states:
+                self._states[key] = step, _rounds(self._spec, run, span, layout, step)
+            origin, rounds = self._states[key]
+            data, outcome = rounds.encode(difference)
+            place = torch.frombuffer(bytearray(_PLACE.pack(origin, rounds.count)), dtype=torch.uint8)
+            coded.append((torch.cat([place, data]), outcome))
+            used.append(rounds)
+        if not all(bool(torch.isfinite(outcome).all()) for _, outcome in coded):
+            for rounds in used:
+                rounds.discard()
+            return encode_changes(spans, base, new, advance=True)
+        for rounds in used:
+            rounds.commit()
+        factors = [_factor(difference, outcome) for difference, (_, outcome) in zip(differences, coded)]
         text = self._spec.encode()
         pieces: list[Octets] = [np.frombuffer(_SPEC.pack(len(text)) + text, np.uint8)]
         chunk = EncodedChunk(LOSSY, pieces, sum(span.elements for span in spans), 0)
-        for span, difference in zip(spans, differences):
-            coder = _coder(self._spec, run, span)
-            payload = coder.encode(difference, step % _ROUNDS)
-            pieces += [np.frombuffer(_LENGTH.pack(len(payload)), np.uint8), payload.numpy()]
+        for span, factor, (payload, outcome) in zip(spans, factors, coded):
+            head = _LENGTH.pack(_FACTOR.size + len(payload)) + _FACTOR.pack(factor)
+            pieces += [np.frombuffer(head, np.uint8), payload.numpy()]
             held = base(span)
-            moved = _moved(held, coder.decode(payload, span.elements, step % _ROUNDS), span)
+            moved = _moved(held, outcome * factor, span)
             chunk.changed += _changed(held, moved, span)
             change = kernels.word_sum(moved, span.first_word) - kernels.word_sum(held, span.first_word)
             chunk.sums[span.tensor] = (chunk.sums.get(span.tensor, 0) + change) % 2**64
             held.copy_(moved)
         return chunk
+
+
+def _factor(difference: torch.Tensor, outcome: torch.Tensor) -> float:
+    """Return the factor that brings an outcome nearest to the difference, as a float32.
+
+    With ``f = <d, o> / <o, o>``, what is left over, ``d - f o``, is never longer than d. So errors do not grow from one
+    patch to the next, whatever the variance of the method.
+    """
+    square = float(outcome.double().square().sum())
+    best = float(difference.double().dot(outcome.double())) / square if square else 1.0
+    return float(np.float32(best))
 
 
 def _changed(before: torch.Tensor, after: torch.Tensor, span: BlockSpan) -> int:
@@ -147,6 +241,8 @@ class LossyChunk:
         body: Bytes of the chunk, whose digest has been compared.
         run: Run of the file.
         step: Step of the file.
+        layout: Layout of the weights.
+        states: What the reader knows of the method's rounds; :meth:`write` adds to it.
 
     Attributes:
         changed: Number of elements that it changes, once :meth:`check` has run.
@@ -158,7 +254,10 @@ class LossyChunk:
 
     light = True
 
-    def __init__(self, spans: Sequence[BlockSpan], body: Octets, run: bytes, step: int) -> None:
+    def __init__(
+        self, spans: Sequence[BlockSpan], body: Octets, run: bytes, step: int, layout: Layout, states: States
+    ) -> None:
+        self._layout, self._states, self._used = layout, states, list[tuple[BlockSpan, int, SenderRounds]]()
         self._spec, self._run, self._round, self.changed = spec_of(body), run, step % _ROUNDS, 0
         at, self._payloads = _SPEC.size + len(self._spec), list[tuple[BlockSpan, Octets]]()
         for span in spans:
@@ -174,17 +273,34 @@ class LossyChunk:
         if at != len(body):
             raise PayloadError("there are bytes behind its last tensor")
 
+    def _decode(self, span: BlockSpan, data: torch.Tensor) -> torch.Tensor:
+        """Return the difference of a run of blocks."""
+        if _by_itself(self._spec):
+            coder = _coder(self._spec, self._run, span)
+            if len(data) > coder.most_bytes(span.elements):
+                raise PayloadError("it has more bytes than the method writes")
+            return coder.decode(data, span.elements, self._round)
+        origin, count = _PLACE.unpack(data[: _PLACE.size].numpy().tobytes())
+        began, rounds = self._states.get((span.tensor, span.begin), (-1, None))
+        if count == 0 or not follows_state(_method(self._spec)):
+            rounds = _rounds(self._spec, self._run, span, self._layout, origin)
+            rounds.count = count
+        elif rounds is None or (began, rounds.count) != (origin, count):
+            raise PayloadError(
+                f"it follows on {count} rounds since step {origin}, which these weights have not followed"
+            )
+        self._used.append((span, origin, rounds))
+        return rounds.decode(data[_PLACE.size :])
+
     def _moved(self, base: Read) -> Iterator[tuple[BlockSpan, torch.Tensor, torch.Tensor]]:
         """Yield the spans, what they hold and what they come to."""
         for span, payload in self._payloads:
             held = base(span)
             try:
-                coder = _coder(self._spec, self._run, span)
-                if len(payload) > coder.most_bytes(span.elements):
-                    raise PayloadError("it has more bytes than the method writes")
-                data = torch.from_numpy(payload.copy())
-                moved = _moved(held, coder.decode(data, span.elements, self._round), span)
-            except (GradwireError, ValueError, RuntimeError, IndexError) as error:
+                (factor,) = _FACTOR.unpack(payload[: _FACTOR.size].tobytes())
+                difference = self._decode(span, torch.from_numpy(payload[_FACTOR.size :].copy()))
+                moved = _moved(held, difference * factor, span)
+            except (GradwireError, ValueError, RuntimeError, IndexError, struct.error) as error:
                 raise PayloadError(f"{self._spec} cannot decode it: {error}") from error
             yield span, held, moved
 
@@ -202,6 +318,9 @@ class LossyChunk:
             change[span.tensor] = (change.get(span.tensor, 0) + after - total) % 2**64
             changed += _changed(held, moved, span)
         self.changed = changed
+        for *_, rounds in self._used:
+            rounds.discard()
+        self._used.clear()
         return before, change
 
     def replace(self, target: Read) -> Mapping[int, int]:
@@ -214,11 +333,12 @@ class LossyChunk:
         self.write(target)
         return change
 
-    def sums(self) -> Mapping[int, int]:
-        """Refuse: only patches have such chunks."""
-        raise PayloadError("an anchor has a chunk of differences")
-
     def write(self, target: Read) -> None:
         """Write the chunk into the bytes of its spans, which have been checked."""
         for _, held, moved in self._moved(target):
             held.copy_(moved)
+        for span, origin, rounds in self._used:
+            rounds.commit()
+            if follows_state(_method(self._spec)):
+                self._states[span.tensor, span.begin] = origin, rounds
+        self._used.clear()

@@ -88,7 +88,12 @@ class HeldPieces:
         place = self._place(span)
         return self._copy(span) if place is None else self._tensors.read(place)
 
-    def open(self, layout: Layout, step: int) -> None:
+    @property
+    def hidden(self) -> bool:
+        # Copies outlive an update, and some tensors may be in no piece of this part.
+        return False
+
+    def open(self, layout: Layout, step: int, *, whole: bool = False) -> None:
         self._tensors.open(self._outer, step)
 
     def target(self, span: BlockSpan) -> torch.Tensor:

@@ -17,7 +17,7 @@ from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleErro
 from gradwire.exchange.method import Method
 from gradwire.publish.bases import open_base
 from gradwire.publish.boxes import Strips, TensorBox, TensorPiece, check_strips, covers
-from gradwire.publish.codec import codec_kernels
+from gradwire.publish.chunks import codec_kernels
 from gradwire.publish.container import NO_STEP
 from gradwire.publish.encoder import File, StepEncoder
 from gradwire.publish.group import GroupChannel, is_group
@@ -86,10 +86,10 @@ class WeightPublisher:
         strips: How readers divide tensors: for patterns of names the dimension, and the number of strips, such as
             ``{"*.down_proj.weight": (1, 8), "*": (0, 8)}`` for up to eight tensor-parallel readers. Readers that hold
             shards then fetch theirs alone. The first pattern that fits counts. None: tensors are not cut further.
-        lossy: A method by which differences are rounded, such as "EDEN(bits=4)" or "TopK(density=0.01)": an operator on
-            one vector. Patches are then shorter and not exact. What one leaves out is part of the next difference, and
-            each ``anchor_every``-th patch is exact. Readers ask for it by their own ``lossy=True``. None: all patches
-            are exact.
+        lossy: A method by which differences are rounded, such as "EDEN(bits=4)", "TopK(density=0.01)" or
+            "DIANA(compressor=QSGDinf())": any that one rank can run and others can follow. Patches are then shorter and
+            not exact. What one leaves out is part of the next difference, and each ``anchor_every``-th patch is exact.
+            Readers ask for it by their own ``lossy=True``. None: all patches are exact.
         group: The ranks that publish sharded tensors, on a backend that serves CPU tensors; None: all.
         threads: Threads that share the work; None: as many as PyTorch uses.
 

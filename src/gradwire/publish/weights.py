@@ -46,8 +46,19 @@ class Writable(Protocol):
         """Return the bytes of a span, as they were written last."""
         ...
 
-    def open(self, layout: Layout, step: int) -> None:
-        """Prepare to write the weights of a step; several may be written before :meth:`commit`."""
+    @property
+    def hidden(self) -> bool:
+        """Whether nobody sees what is written before :meth:`commit`, and :meth:`abandon` drops all of it."""
+        ...
+
+    def open(self, layout: Layout, step: int, *, whole: bool = False) -> None:
+        """Prepare to write the weights of a step; several may be written before :meth:`commit`.
+
+        Args:
+            layout: Layout of the weights.
+            step: Their step.
+            whole: Whether all bytes will be written.
+        """
         ...
 
     def target(self, span: BlockSpan) -> torch.Tensor:
@@ -145,7 +156,11 @@ class LiveTensors:
         part = tensor.reshape(-1)[span.begin // kind.numbers : span.stop // kind.numbers]
         return _octets(part.to(device="cpu", dtype=getattr(torch, kind.dtype)).contiguous())
 
-    def open(self, layout: Layout, step: int) -> None:
+    @property
+    def hidden(self) -> bool:
+        return False
+
+    def open(self, layout: Layout, step: int, *, whole: bool = False) -> None:
         """Do nothing: copies are made when they are written to."""
 
     def target(self, span: BlockSpan) -> torch.Tensor:
@@ -258,7 +273,11 @@ class FollowingFile:
             raise IncompatibleError(f"{self.path} is not there")
         return _part(self._mapped, self._offsets[span.tensor], span)
 
-    def open(self, layout: Layout, step: int) -> None:
+    @property
+    def hidden(self) -> bool:
+        return True
+
+    def open(self, layout: Layout, step: int, *, whole: bool = False) -> None:
         if self._new is not None and self._layout is not None and self._layout.digest == layout.digest:
             header, _ = header_of(layout, _metadata(step))
             self._new[: len(header)] = np.frombuffer(header, np.uint8)
@@ -270,7 +289,8 @@ class FollowingFile:
             stream.truncate(size)
         self._new = _map(self._partial, writable=True)
         self._new[: len(header)] = np.frombuffer(header, np.uint8)
-        if self._mapped is not None and self._layout is not None and self._layout.digest == layout.digest:
+        same = self._layout is not None and self._layout.digest == layout.digest
+        if self._mapped is not None and same and not whole:
             for number, entry in enumerate(layout.entries):
                 here, there = self._places[number], self._offsets[number]
                 self._new[here : here + entry.nbytes] = self._mapped[there : there + entry.nbytes]

@@ -234,8 +234,22 @@ class SectionCoder:
             if not 0 <= size < len(source):
                 mode, size = STORED, len(source)
                 room[:] = source
-        head = Frame(self.name, mode, len(source), size).pack()
-        check = self._body.check(head, room[:size])
+        return self._frame(mode, len(source), size, target)
+
+    def store(self, symbols: torch.Tensor, out: torch.Tensor) -> int:
+        """Write a section that :meth:`decode` reads, with ``symbols`` as they are: for symbols that hardly shrink.
+
+        Arguments, result and errors are those of :meth:`encode`; the bytes written are ``bound(n)``.
+        """
+        source = bytes_of("symbols", symbols)
+        target = bytes_of("out", out, self.bound(len(source)))
+        target[HEADER_BYTES : HEADER_BYTES + len(source)] = source
+        return self._frame(STORED, len(source), len(source), target)
+
+    def _frame(self, mode: int, symbols: int, size: int, target: Bytes) -> int:
+        """Write the header before a body of ``size`` bytes that is in its place; return the bytes of both."""
+        head = Frame(self.name, mode, symbols, size).pack()
+        check = self._body.check(head, target[HEADER_BYTES : HEADER_BYTES + size])
         target[:HEADER_BYTES] = np.frombuffer(head + check.to_bytes(8, "little"), np.uint8)
         return HEADER_BYTES + size
 

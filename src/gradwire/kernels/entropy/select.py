@@ -200,7 +200,7 @@ CODER_BACKENDS = ("auto", "reference", "cpu", "cpu-plain")
 
 
 @cache
-def get_coder(name: str, backend: str = "auto") -> Coder:
+def get_coder(name: str, backend: str = "auto") -> SectionCoder:
     """Return an entropy coder; the same object for the same arguments. Several threads may use it at once.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gradwire.errors import ExchangeError, PayloadError
-from gradwire.link.membership import state_codec
+from gradwire.kernels.pieces import warm_up as warm_up_pieces
 from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.passing_link import PassingLink
 from gradwire.link.membership.records import Epoch, Member, Offer, Request
@@ -265,4 +265,4 @@ class ServingLink(PassingLink):
     def _warm_up_state(self) -> None:
         """Compile the code of state before anybody waits for it."""
         if self._is_large():
-            state_codec.warm_up()
+            warm_up_pieces()

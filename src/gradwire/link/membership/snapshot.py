@@ -18,9 +18,9 @@ import torch
 
 from gradwire.errors import PayloadError
 from gradwire.exchange.drivers.tables import MOST_BYTES, decode, encode
-from gradwire.link.membership.state_codec import PIECE_BYTES, Octets
-from gradwire.link.membership.state_codec import decode as decode_piece
-from gradwire.link.membership.state_codec import encode as encode_piece
+from gradwire.kernels.pieces import PIECE_BYTES, Octets
+from gradwire.kernels.pieces import decode as decode_piece
+from gradwire.kernels.pieces import encode as encode_piece
 from gradwire.link.membership.transfer import MOST_TENSORS, flattened, restored, room
 
 SUBJECT = "pieces of state"

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from gradwire.errors import ExchangeError, PayloadError
+from gradwire.kernels.pieces import PIECE_BYTES, Octets
 from gradwire.link.membership.snapshot import MOST_TABLE_BYTES, Snapshot, StatePiece
-from gradwire.link.membership.state_codec import PIECE_BYTES, Octets
 from gradwire.link.membership.state_server import PIECE, TABLE, StateConnection
 
 AHEAD = 3

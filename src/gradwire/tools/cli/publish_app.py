@@ -32,6 +32,14 @@ def publish(
             help="Cut tensors for readers that hold shards, such as '*down_proj.weight=1/8'; may be repeated",
         ),
     ] = None,
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|sums",
+            help="Where the weights of the step before are kept: in memory, in a mapped file of their size, or as sums "
+            "of their blocks, of which changed ones are sent whole",
+        ),
+    ] = "memory",
     lossy: Annotated[
         str | None,
         typer.Option(metavar="METHOD", help="Round differences, such as 'EDEN(bits=4)'; anchors stay exact"),
@@ -56,6 +64,7 @@ def publish(
             anchor_every=anchor_every,
             keep_anchors=keep_anchors,
             strips=strips or [],
+            base=base,
             lossy=lossy,
             watch=watch,
             every_s=every,

@@ -16,7 +16,7 @@ from rich.console import Console
 
 import gradwire as gw
 from gradwire.errors import GradwireError, IncompatibleError, PayloadError
-from gradwire.publish.container import ANCHOR, CHANGES, LOSSY, Octets, PatchHead, read_head
+from gradwire.publish.container import ANCHOR, CHANGES, CODED, LOSSY, Octets, PatchHead, read_head
 from gradwire.publish.dcp_files import is_dcp
 from gradwire.publish.lossy import spec_of
 from gradwire.publish.manifest import read_manifest
@@ -151,13 +151,14 @@ def publish(
     anchor_every: int,
     keep_anchors: int,
     strips: list[str],
+    base: str,
     lossy: str | None,
     watch: bool,
     every_s: float,
     as_json: bool,
 ) -> None:
     """Publish checkpoints, once or as they appear."""
-    settings = {"anchor_every": anchor_every, "keep_anchors": keep_anchors, "lossy": lossy}
+    settings = {"anchor_every": anchor_every, "keep_anchors": keep_anchors, "base": base, "lossy": lossy}
     follower = FollowedFolder(source, to, strips=strips_of(strips), **settings)
     rows, say = list[dict[str, Any]](), _Teller()
     if lossy:
@@ -284,7 +285,7 @@ def patch_rows(files: list[Path]) -> list[dict[str, Any]]:
                 "changed": head.changed,
                 "bits_per_changed_element": 8 * head.nbytes / head.changed if head.changed else None,
                 "chunks": len(head.chunks),
-                "coded_chunks": sum(chunk.kind == CHANGES for chunk in head.chunks),
+                "coded_chunks": sum(chunk.kind in (CHANGES, CODED) for chunk in head.chunks),
                 "lossy": _lossy(head, data),
                 "layout": head.layout.hex(),
                 "base_state": head.base_state.hex() if patch else None,

@@ -1,79 +1,26 @@
-"""Chunks: runs of blocks of all tensors, encoded and decoded each by itself, so that threads can share the work."""
+"""Chunks with what changed since the step before: positions, and signed distances in units in the last place."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cache
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
-from gradwire.kernels import Kernels, get_kernels
+from gradwire.kernels import Kernels
 from gradwire.kernels.entropy.base import CODER_IDS
 from gradwire.kernels.patches.formats import CHECK, ROW, WRITE, WRITE_CHECKED
-from gradwire.publish.container import CHANGES, RAW, Octets
-from gradwire.publish.layout import BLOCK_ELEMENTS, BlockSpan, Layout
-
-CHUNK_ELEMENTS = 1 << 25
-"""Elements of a chunk, at most: its entropy-coded section takes 0.6 KB beside the symbols."""
+from gradwire.publish.chunks import EncodedChunk, Read, add_sum, codec_kernels
+from gradwire.publish.container import CHANGES, Octets
+from gradwire.publish.layout import BLOCK_ELEMENTS, BlockSpan
+from gradwire.publish.whole import encode_whole
 
 _CHANGES = struct.Struct("<IIIIQ")
 _CODERS = {number: name for name, number in CODER_IDS.items()}
 _SPARSE = 1 << 16
 """Changes up to which both entropy coders are tried."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-Read = Callable[[BlockSpan], torch.Tensor]
-"""Returns the bytes of a span, uint8, contiguous and in CPU memory."""
-
-
-@cache
-def codec_kernels() -> Kernels:
-    """Return the kernels that the codec uses, compiled."""
-    kernels = get_kernels("auto")
-    kernels.warm_up(("patches", "indices", *CODER_IDS))
-    return kernels
-
-
-@dataclass
-class EncodedChunk:
-    """An encoded chunk.
-
-    Attributes:
-        kind: Kind of the chunk.
-        pieces: Its bytes, in parts.
-        elements: Number of elements of its blocks.
-        changed: Number of elements that differ from the base, as far as that is known, else of all.
-        sums: By tensor, the sum of words that the chunk adds to the tensor's: for changes, the difference.
-    """
-
-    kind: int
-    pieces: list[Octets]
-    elements: int
-    changed: int
-    sums: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def announced(self) -> int:
-        """Number of elements that the file says the chunk changes."""
-        return self.elements if self.kind == RAW else self.changed
-
-
-def encode_whole(spans: Sequence[BlockSpan], new: Read) -> EncodedChunk:
-    """Encode the bytes of spans as they are."""
-    elements = sum(span.elements for span in spans)
-    kernels, found = codec_kernels(), EncodedChunk(RAW, [], elements, elements)
-    for span in spans:
-        octets = new(span)
-        found.pieces.append(octets.numpy())
-        _add(found.sums, span.tensor, kernels.word_sum(octets, span.first_word))
-    return found
 
 
 def encode_changes(spans: Sequence[BlockSpan], old: Read, new: Read, *, advance: bool = False) -> EncodedChunk | None:
@@ -103,7 +50,7 @@ def encode_changes(spans: Sequence[BlockSpan], old: Read, new: Read, *, advance:
             rows[at : at + span.blocks], positions, symbols, extra, cursor, advance,
         )  # fmt: skip
         at += span.blocks
-        _add(sums, span.tensor, int(cursor[3]))
+        add_sum(sums, span.tensor, int(cursor[3]))
         # Others may write to the weights meanwhile: the base has what was compared.
         kept.append(old(span) if advance else fresh)
     changed, position_bytes, extra_bits = cursor.tolist()[:3]
@@ -114,8 +61,12 @@ def encode_changes(spans: Sequence[BlockSpan], old: Read, new: Read, *, advance:
     head = _CHANGES.pack(changed, len(table), position_bytes, len(coded), extra_bits)
     first = np.frombuffer(bytearray(head + table), np.uint8)
     pieces = [first, positions.numpy()[:position_bytes], coded, extra.numpy()[: -(-extra_bits // 8)]]
-    if sum(map(len, pieces)) >= nbytes:
-        return EncodedChunk(RAW, [octets.numpy().copy() for octets in kept], elements, changed, sums)
+    size = sum(map(len, pieces))
+    if 2 * size >= nbytes:
+        # So many changes that all bytes, coded, may be shorter.
+        whole = encode_whole(spans, dict(zip(spans, kept)).__getitem__)
+        if sum(map(len, whole.pieces)) <= size:
+            return EncodedChunk(whole.kind, [piece.copy() for piece in whole.pieces], elements, changed, sums)
     # The arrays have room for any changes: what is kept until it is sent is copied out of them.
     return EncodedChunk(CHANGES, [piece.copy() for piece in pieces], elements, changed, sums)
 
@@ -158,11 +109,10 @@ def _unpack_rows(data: Octets, blocks: int) -> torch.Tensor:
     return torch.from_numpy(rows)
 
 
-class DecodedChunk:
-    """A chunk, read and checked as far as that is possible without its base.
+class ChangedChunk:
+    """A chunk of changes, read and checked as far as that is possible without its base.
 
     Args:
-        kind: ``RAW`` or ``CHANGES``.
         spans: Spans of the chunk.
         body: Bytes of the chunk, whose digest has been compared.
 
@@ -174,18 +124,9 @@ class DecodedChunk:
         PayloadError: the bytes are not those of such a chunk.
     """
 
-    def __init__(self, kind: int, spans: Sequence[BlockSpan], body: Octets) -> None:
-        self._kind, self._spans, self._body = kind, spans, body
+    def __init__(self, spans: Sequence[BlockSpan], body: Octets) -> None:
+        self._spans = spans
         elements = sum(span.elements for span in spans)
-        self.light = True
-        if kind == RAW:
-            expected = sum(span.elements * span.kind.width for span in spans)
-            if len(body) != expected:
-                raise PayloadError(f"it has {len(body)} bytes where its blocks have {expected}")
-            self.changed = elements
-            return
-        if kind != CHANGES:
-            raise PayloadError(f"its kind {kind} is unknown to this version")
         if len(body) < _CHANGES.size:
             raise PayloadError("it ends within its head")
         self.changed, *sizes = _CHANGES.unpack(body[: _CHANGES.size].tobytes())
@@ -211,19 +152,10 @@ class DecodedChunk:
         Raises:
             PayloadError: the changes are not those of such a base.
         """
-        kernels, before, change = codec_kernels(), dict[int, int](), dict[int, int]()
-        if self._kind == RAW:
-            at = 0
-            for span in self._spans:
-                octets = torch.from_numpy(self._body[at : at + span.elements * span.kind.width])
-                at += len(octets)
-                held = kernels.word_sum(base(span), span.first_word)
-                _add(before, span.tensor, held)
-                _add(change, span.tensor, kernels.word_sum(octets, span.first_word) - held)
-            return before, change
+        before, change = dict[int, int](), dict[int, int]()
         for span, cursor in self._walk(base, CHECK):
-            _add(change, span.tensor, int(cursor[3]))
-            _add(before, span.tensor, int(cursor[4]))
+            add_sum(change, span.tensor, int(cursor[3]))
+            add_sum(before, span.tensor, int(cursor[4]))
         return before, change
 
     def replace(self, target: Read) -> Mapping[int, int]:
@@ -232,33 +164,13 @@ class DecodedChunk:
         Raises:
             PayloadError: the changes are not those of such a base; a part of them has been written.
         """
-        if self._kind == RAW:
-            _, added = self.check(target)
-            self.write(target)
-            return added
         change = dict[int, int]()
         for span, cursor in self._walk(target, WRITE_CHECKED):
-            _add(change, span.tensor, int(cursor[3]))
+            add_sum(change, span.tensor, int(cursor[3]))
         return change
-
-    def sums(self) -> Mapping[int, int]:
-        """Return by tensor the sum of words of a chunk of plain bytes."""
-        found, at = dict[int, int](), 0
-        for span in self._spans:
-            octets = torch.from_numpy(self._body[at : at + span.elements * span.kind.width])
-            at += len(octets)
-            _add(found, span.tensor, codec_kernels().word_sum(octets, span.first_word))
-        return found
 
     def write(self, target: Read) -> None:
         """Write the chunk into the bytes of its spans, which have been checked."""
-        if self._kind == RAW:
-            at = 0
-            for span in self._spans:
-                octets = torch.from_numpy(self._body[at : at + span.elements * span.kind.width])
-                target(span).copy_(octets)
-                at += len(octets)
-            return
         self._walk(target, WRITE)
 
     def _walk(self, base: Read, mode: int) -> list[tuple[BlockSpan, torch.Tensor]]:
@@ -276,37 +188,3 @@ class DecodedChunk:
         if used != [self.changed, len(self._positions), self._bits]:
             raise PayloadError("it has bytes that its changes do not use")
         return found
-
-
-def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
-    """Return the results of ``work`` on each item, in order, computed by some threads."""
-    if threads < 2 or len(items) < 2:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(min(threads, len(items)), "gradwire-publish") as pool:
-        return list(pool.map(work, items))
-
-
-def _add(sums: dict[int, int], tensor: int, value: int) -> None:
-    sums[tensor] = (sums.get(tensor, 0) + value) % 2**64
-
-
-def total_sums(start: Sequence[int], parts: Iterable[Mapping[int, int]]) -> list[int]:
-    """Return the sums of tensors after parts, by tensor, have been added to them."""
-    total = list(start)
-    for part in parts:
-        for tensor, value in part.items():
-            total[tensor] = (total[tensor] + value) % 2**64
-    return total
-
-
-def sums_of(layout: Layout, read: Read, threads: int, runs: Sequence[tuple[int, int]] | None = None) -> list[int]:
-    """Return the sums of words of all tensors, or of runs of blocks of them."""
-
-    def part(run: tuple[int, int]) -> dict[int, int]:
-        kernels, found = codec_kernels(), dict[int, int]()
-        for span in layout.spans(*run):
-            _add(found, span.tensor, kernels.word_sum(read(span), span.first_word))
-        return found
-
-    chosen = layout.chunks(CHUNK_ELEMENTS) if runs is None else runs
-    return total_sums([0] * len(layout.entries), in_parallel(part, chosen, threads))
