@@ -207,7 +207,7 @@ def cut_off(others: Sequence[int] = ()) -> None:
     for end in held:
         with contextlib.suppress(OSError):  # sockets that listen
             if end.family in (socket.AF_INET, socket.AF_INET6):
-                ends.append((end, end.getsockname()[:2], end.getpeername()[:2]))
+                ends.append((end, _plain(end.getsockname()), _plain(end.getpeername())))
     own = {here for _, here, _ in ends}
     for end, _, there in ends:
         if there not in own:
@@ -215,6 +215,10 @@ def cut_off(others: Sequence[int] = ()) -> None:
                 end.shutdown(socket.SHUT_RDWR)
     for end in held:
         end.close()
+
+
+def _plain(address: tuple[Any, ...]) -> tuple[str, int]:
+    return address[0].removeprefix("::ffff:"), address[1]  # a server of IPv6 names hosts of IPv4 so
 
 
 def _sockets(pid: int) -> Iterator[int]:

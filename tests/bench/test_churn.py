@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import socket
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -11,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from benchmarks.lib.results import ROOT
 from benchmarks.pages import trials_page
 from benchmarks.trials import churn, membership, membership_peers
 from benchmarks.trials.churn import KINDS, Fault, Phase, Program, Round, Seat, Trial, follow, network, tell
@@ -81,14 +83,32 @@ def test_a_halt_is_a_hang_and_lowers_the_throughput() -> None:
     assert (row["hangs"], row["throughput_kept"], row["longest_pause_s"]) == (1, 0.25, 90.0)
 
 
-def test_cutting_off_spares_connections_within_the_process() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        inner = socket.create_connection(server.getsockname()), server.accept()[0]
-        churn.cut_off()
-        inner[0].sendall(b"x")
-        assert inner[1].recv(1) == b"x"
-        for end in inner:
-            end.close()
+CUTTING = """
+import os, socket
+from benchmarks.trials.churn import cut_off
+
+six = socket.has_dualstack_ipv6()
+family = socket.AF_INET6 if six else socket.AF_INET
+with socket.create_server(("::" if six else "127.0.0.1", 0), family=family, dualstack_ipv6=six) as server:
+    place = ("127.0.0.1", server.getsockname()[1])
+    inner = socket.create_connection(place), server.accept()[0]
+    if not os.fork():
+        end = socket.create_connection(place)
+        for kept in (server, *inner):
+            kept.close()
+        os._exit(end.recv(1) != b"")
+    other = server.accept()[0]
+    cut_off()
+    inner[0].sendall(b"x")
+    assert inner[1].recv(1) == b"x"
+    assert other.recv(1) == b""
+    assert os.wait()[1] == 0
+"""
+
+
+def test_cutting_off_breaks_connections_with_other_processes_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", CUTTING], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_page_shows_peers_beside_ours_and_names_what_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
