@@ -51,16 +51,16 @@ PEERS = """### Beside torchft and hivemind
 [torchft](https://github.com/meta-pytorch/torchft) and [hivemind](https://github.com/learning-at-home/hivemind), and counts
 alike. The network and the slept computing are the same. Each is in an environment of its own, and what its settings were is in the result.
 
-- torchft exchanges float32 gradients each step, or differences of parameters every {steps} steps, over Gloo. Its timeouts are
+- torchft exchanges float32 gradients each step, or differences of parameters every 8 steps, over Gloo. Its timeouts are
   {timeout_s:g} s in the place of 60, and 5 for the heartbeat, so that it is as impatient as gradwire's members.
-- hivemind averages float32 gradients when the replicas together have taken {steps} steps each. It looks for a group for
-  {matchmaking_s:g} s; 3 s and longer rounds are what it advises.
+- hivemind averages float32 gradients when the replicas together have taken 8 or 32 steps each. It looks for a group for
+  1 or 3 s; 3 s and more are what it advises.
 - A replica whose program ends by an exception is started anew: *ended by themselves*. If all have ended, the training
   begins anew. *Rounds lost* is how far it fell back.
 - *Cut* breaks the connections of hivemind's network process. *Corrupt* flips the highest bit of the mantissa of one
   element of the mean that a replica receives: messages of Gloo and libp2p are out of reach. Neither peer compares digests.
-- *Spread* is the greatest distance of two replicas' parameters after a round, over their length. hivemind's replicas
-  differ by rounding after every round.
+- *Spread* is the greatest distance of two replicas' parameters after a round, over their length. hivemind's replicas may
+  differ by rounding without a fault.
 - *Pace* is the undisturbed throughput as a share of what it would be if nothing but computing took time."""
 
 PUBLISHED = (
@@ -233,11 +233,7 @@ def _peers() -> list[str]:
     if found is None or ours is None:
         return []
     settings = {name: value for row in found["rows"] for name, value in row["settings"].items()}
-    text = PEERS.format(
-        steps=max(row["steps"] for row in found["rows"]),
-        timeout_s=settings.get("manager_timeout_s", math.nan),
-        matchmaking_s=settings.get("matchmaking_time", math.nan),
-    )
+    text = PEERS.format(timeout_s=settings.get("manager_timeout_s", math.nan))
     alike = [row for row in ours["rows"] if not row["lab"]]
     table = [
         (

@@ -79,6 +79,9 @@ WIDTH, BATCH = 64, 8
 """The network of the trial and the samples of a step."""
 
 HANG_S, START_S, WARM_S, REST_S = 60.0, 300.0, 5.0, 10.0
+BEHIND = 10
+"""Rounds by which a training falls back that has begun anew."""
+
 MOST_ENDS = 200
 """Replicas that may end by themselves before the trial is given up."""
 
@@ -114,6 +117,7 @@ class Seat:
     Args:
         address: What the coordinator told.
         least: Replicas that begin together.
+        steps: Steps of a replica in a round.
     """
 
     address: Any
@@ -122,6 +126,7 @@ class Seat:
     spec: str
     least: int
     given: argparse.Namespace
+    steps: int = 1
     namespace: str | None = None
 
 
@@ -207,7 +212,7 @@ def cut_off(others: Sequence[int] = ()) -> None:
     for end in held:
         with contextlib.suppress(OSError):  # sockets that listen
             if end.family in (socket.AF_INET, socket.AF_INET6):
-                ends.append((end, end.getsockname()[:2], end.getpeername()[:2]))
+                ends.append((end, _plain(end.getsockname()), _plain(end.getpeername())))
     own = {here for _, here, _ in ends}
     for end, _, there in ends:
         if there not in own:
@@ -215,6 +220,10 @@ def cut_off(others: Sequence[int] = ()) -> None:
                 end.shutdown(socket.SHUT_RDWR)
     for end in held:
         end.close()
+
+
+def _plain(address: tuple[Any, ...]) -> tuple[str, int]:
+    return address[0].removeprefix("::ffff:"), address[1]  # a server of IPv6 names hosts of IPv4 so
 
 
 def _sockets(pid: int) -> Iterator[int]:
@@ -279,8 +288,16 @@ class Round:
 class Trial:
     """Replicas of one program, and what they told."""
 
-    def __init__(self, program: Program, spec: str, given: argparse.Namespace, network: Network | None = None) -> None:
-        self._program, self.spec, self._given, self._network = program, spec, given, network
+    def __init__(
+        self,
+        program: Program,
+        spec: str,
+        given: argparse.Namespace,
+        network: Network | None = None,
+        *,
+        steps: int = 1,
+    ) -> None:
+        self._program, self.spec, self._given, self._network, self._steps = program, spec, given, network, steps
         self._context = multiprocessing.get_context("forkserver")
         told, tells = self._context.Pipe()
         host = "127.0.0.1" if network is None else network.address(0)
@@ -292,10 +309,11 @@ class Trial:
         self.started: dict[str, float] = {}
         self.began_s = time.monotonic()
         self.counted: dict[int, Round] = {}
-        self.digests: dict[int, set[int]] = {}
+        self.digests: dict[tuple[int, int], set[int]] = {}
         self.compared = 0
         self.spread = 0.0
-        self._sketches: dict[int, tuple[float, ...]] = {}
+        self._sketches: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._begun, self._latest = 0, 0
         self.losses: list[tuple[float, float]] = []
         self.rejoined: list[float] = []
         self.stopped: set[str] = set()
@@ -313,7 +331,7 @@ class Trial:
         self._number += 1
         (ours, theirs), (told, orders) = self._context.Pipe(), self._context.Pipe()
         space = None if self._network is None else self._network.namespace_path(1 + place)
-        seat = Seat(self._address, name, place, self.spec, least, self._given, space)
+        seat = Seat(self._address, name, place, self.spec, least, self._given, self._steps, space)
         process = self._context.Process(target=_enter, args=(self._program, seat, theirs, orders), daemon=True)
         process.start()
         theirs.close()
@@ -367,9 +385,14 @@ class Trial:
         self.fell_back = max(self.fell_back, max(self.counted, default=0) - said.round)
         found = self.counted.setdefault(said.round, Round(now_s))
         found.members = max(found.members, said.members) if said.members >= 0 else found.members - said.members
-        self.compared += said.round in self.digests
-        self.digests.setdefault(said.round, set()).add(said.digest)
-        other = self._sketches.setdefault(said.round, said.sketch)
+        if said.round < self._latest - BEHIND:
+            self._begun += 1  # from nothing: its rounds are not those that had their numbers before
+            self._latest = said.round
+        self._latest = max(self._latest, said.round)
+        key = (self._begun, said.round)
+        self.compared += key in self.digests
+        self.digests.setdefault(key, set()).add(said.digest)
+        other = self._sketches.setdefault(key, said.sketch)
         if math.hypot(*other) > 0:
             self.spread = max(self.spread, math.dist(other, said.sketch) / math.hypot(*other))
         self.losses.append((now_s, said.loss))
@@ -455,7 +478,7 @@ def judged(trial: Trial, phase: Phase, given: argparse.Namespace) -> dict[str, A
         near = [b - a for a, b in gaps if at_s <= b < at_s + given.every_s]
         pauses[kind].append(sum(gap - 1 / quiet[0] for gap in near if gap > 1.5 / quiet[0]))
     away = trial.away_s / (given.replicas * (phase.ended_s - began_s))
-    differing = sorted(number for number, found in trial.digests.items() if len(found) > 1)
+    differing = sorted(number for (_, number), found in trial.digests.items() if len(found) > 1)
     latest = [
         next((kind for at_s, kind in reversed(phase.faults) if at_s <= trial.counted[number].at_s), "")
         for number in differing
@@ -511,7 +534,7 @@ def tried(
         trace: The method whose faults are given; by default ``spec``.
         steps: Steps of a replica in a round.
     """
-    trial = Trial(program, spec, given, network)
+    trial = Trial(program, spec, given, network, steps=steps)
     try:
         while trial.started or not trial.counted:
             trial.read(0.5)

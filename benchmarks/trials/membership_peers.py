@@ -60,7 +60,11 @@ JOIN_S = 10.0
 """For how long torchft's lighthouse waits for replicas that live and do not ask for a quorum."""
 
 
-HIVEMIND = {"matchmaking_time": 1.0, "averaging_timeout": 5.0, "averager_opts": {"request_timeout": 0.5}}
+HIVEMIND = {
+    8: {"matchmaking_time": 1.0, "averaging_timeout": 5.0, "averager_opts": {"request_timeout": 0.5}},
+    32: {"matchmaking_time": 3.0, "averaging_timeout": 10.0},
+}
+"""Options of hivemind's optimizer, by the steps of a round; the second are what it advises for small local runs."""
 
 
 def spoil(x: torch.Tensor) -> None:
@@ -171,22 +175,22 @@ def serve_hivemind(namespace: str | None, listen: str, pipe: Connection) -> None
 
 
 def hivemind_replica(seat: Seat, pipe: Connection, orders: Connection) -> None:
-    """Train by hivemind's Optimizer: gradients are averaged when all together have taken ``EVERY`` steps each."""
+    """Train by hivemind's Optimizer: gradients are averaged when all together have taken so many steps each."""
     may_start_processes()
     from hivemind import DHT, Optimizer
 
-    given = seat.given
+    given, steps = seat.given, seat.steps
     torch.manual_seed(0)  # peers that begin together average their first parameters
     module, left, armed = network(given.width), threading.Event(), threading.Event()
     dht = DHT(initial_peers=seat.address, start=True)
     optimizer = Optimizer(
         dht=dht,
         run_id="trial",
-        target_batch_size=BATCH * EVERY * given.replicas,
+        target_batch_size=BATCH * steps * given.replicas,
         batch_size_per_step=BATCH,
         params=module.parameters(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
-        **HIVEMIND,
+        **HIVEMIND[steps],
     )
     averager, average = optimizer.grad_averager, optimizer._average_gradients_and_load_into_optimizer
     step, taken, merged, group = averager.step, [0], [0], [0]
@@ -215,7 +219,7 @@ def hivemind_replica(seat: Seat, pipe: Connection, orders: Connection) -> None:
         optimizer.step()
         if optimizer.local_epoch > before and merged[0]:
             counts = {"group": group[0], "steps": merged[0]}
-            tell(pipe, optimizer.local_epoch, module, -merged[0] / EVERY, loss, counts)
+            tell(pipe, optimizer.local_epoch, module, -merged[0] / steps, loss, counts)
             merged[0] = 0
             if left.is_set():
                 break
@@ -236,7 +240,7 @@ def group_of(pid: int) -> list[int]:
 
 SILENCE = "GRADWIRE_TRIAL_SILENCE_S"
 QUIETLY = {
-    "RUST_LOG": "error",
+    "RUST_LOG": os.environ.get("RUST_LOG", "error"),
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
     "HIVEMIND_LOGLEVEL": "ERROR",
@@ -244,21 +248,31 @@ QUIETLY = {
 
 
 @dataclass(frozen=True)
+class Way:
+    """A way to train: the method of gradwire whose faults it has, and the steps of a replica in a round."""
+
+    trace: str
+    steps: int
+
+
+@dataclass(frozen=True)
 class Peer:
-    """A peer: its program, its ways to train, and the method of gradwire whose faults each has."""
+    """A peer: its program, the modules that replicas need, its ways to train, and what is set for them."""
 
     program: Program
     modules: tuple[str, ...]
-    traces: dict[str, str]
-    settings: Callable[[argparse.Namespace], dict[str, Any]]
+    ways: dict[str, Way]
+    settings: Callable[[Way, argparse.Namespace], dict[str, Any]]
 
+
+STEPWISE, LOCAL = "terngrad", "DiLoCo(every=8, inner=EDEN(bits=4))"
 
 PEERS = {
     "torchft": Peer(
         Program(serve_torchft, torchft_replica),
         ("torchft.manager", "torchft.ddp", "torchft.local_sgd", "torchft.coordination"),
-        {"DistributedDataParallel": "terngrad", f"DiLoCo(sync_every={EVERY})": "DiLoCo(every=8, inner=EDEN(bits=4))"},
-        lambda given: {
+        {"DistributedDataParallel": Way(STEPWISE, 1), f"DiLoCo(sync_every={EVERY})": Way(LOCAL, EVERY)},
+        lambda way, given: {
             "process_group_timeout_s": given.silence_s,
             "manager_timeout_s": given.silence_s,
             "heartbeat_timeout_s": given.silence_s,
@@ -268,8 +282,8 @@ PEERS = {
     "hivemind": Peer(
         Program(serve_hivemind, hivemind_replica),
         ("hivemind",),
-        {f"Optimizer(steps={EVERY})": "DiLoCo(every=8, inner=EDEN(bits=4))"},
-        lambda given: HIVEMIND,
+        {f"Optimizer, {steps} steps": Way(LOCAL, steps) for steps in HIVEMIND},
+        lambda way, given: HIVEMIND[way.steps],
     ),
 }
 
@@ -293,13 +307,13 @@ def main() -> int:
     preload([], peer.modules)
     rows = earlier(given.json, "rows")
     known = {(row["system"], row["method"], row["seed"]) for row in rows}
-    for seed, spec in itertools.product(given.seeds, given.method or peer.traces):
+    for seed, spec in itertools.product(given.seeds, given.method or peer.ways):
         if (system, spec, seed) in known:
             continue
-        steps = 1 if peer.traces[spec] == "terngrad" else EVERY
-        row = tried(peer.program, spec, given, seed, trace=peer.traces[spec], steps=steps)
-        torch_version = {"torch": torch.__version__}
-        rows.append({"system": system, **torch_version, **row, "settings": peer.settings(given)})
+        way = peer.ways[spec]
+        row = tried(peer.program, spec, given, seed, trace=way.trace, steps=way.steps)
+        settings = peer.settings(way, given)
+        rows.append({"system": system, "torch": torch.__version__, **row, "settings": settings})
         print(rows[-1], flush=True)
         write(given.json, rows=rows)
     return int(any(row["hangs"] for row in rows))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import socket
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -11,9 +12,10 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from benchmarks.lib.results import ROOT
 from benchmarks.pages import trials_page
 from benchmarks.trials import churn, membership, membership_peers
-from benchmarks.trials.churn import KINDS, Fault, Phase, Program, Round, Seat, Trial, follow, network, tell
+from benchmarks.trials.churn import KINDS, Fault, Phase, Program, Round, Seat, Told, Trial, follow, network, tell
 
 pytestmark = pytest.mark.repository
 
@@ -31,7 +33,7 @@ def test_a_seed_and_a_trace_give_every_program_the_same_faults() -> None:
 
 def test_each_way_of_a_peer_has_the_faults_of_a_method_of_ours() -> None:
     for peer in membership_peers.PEERS.values():
-        assert set(peer.traces.values()) <= set(membership.METHODS)
+        assert {way.trace for way in peer.ways.values()} <= set(membership.METHODS)
         assert set(peer.program.kinds) <= set(KINDS)
 
 
@@ -48,7 +50,7 @@ def imagined(rounds: dict[int, Round], **more: object) -> types.SimpleNamespace:
     """Return what :func:`churn.judged` reads of a trial."""
     usual = {"rejoined": [1.0, 3.0], "away_s": 16.0, "ended_by_itself": 0, "compared": 3, "spread": 0.0}
     usual["fell_back"] = 0
-    digests = {1: {1}, 2: {1, 2}, 25: {5}, 60: {1, 2}}
+    digests = {(0, 1): {1}, (0, 2): {1, 2}, (0, 25): {5}, (0, 60): {1, 2}}
     return types.SimpleNamespace(counted=rounds, digests=digests, losses=[(0.0, 2.0), (1.0, 4.0)], **usual | more)
 
 
@@ -76,19 +78,37 @@ def test_a_halt_is_a_hang_and_lowers_the_throughput() -> None:
     given = argparse.Namespace(replicas=8, every_s=10.0)
     rounds = {i: Round(float(i), 8.0) for i in range(31)}
     trial = imagined(rounds)
-    del trial.digests[60]
+    del trial.digests[0, 60]
     row = churn.judged(trial, Phase((1.0, 8.0), 0.0, 120.0), given)
     assert (row["hangs"], row["throughput_kept"], row["longest_pause_s"]) == (1, 0.25, 90.0)
 
 
-def test_cutting_off_spares_connections_within_the_process() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        inner = socket.create_connection(server.getsockname()), server.accept()[0]
-        churn.cut_off()
-        inner[0].sendall(b"x")
-        assert inner[1].recv(1) == b"x"
-        for end in inner:
-            end.close()
+CUTTING = """
+import os, socket
+from benchmarks.trials.churn import cut_off
+
+six = socket.has_dualstack_ipv6()
+family = socket.AF_INET6 if six else socket.AF_INET
+with socket.create_server(("::" if six else "127.0.0.1", 0), family=family, dualstack_ipv6=six) as server:
+    place = ("127.0.0.1", server.getsockname()[1])
+    inner = socket.create_connection(place), server.accept()[0]
+    if not os.fork():
+        end = socket.create_connection(place)
+        for kept in (server, *inner):
+            kept.close()
+        os._exit(end.recv(1) != b"")
+    other = server.accept()[0]
+    cut_off()
+    inner[0].sendall(b"x")
+    assert inner[1].recv(1) == b"x"
+    assert other.recv(1) == b""
+    assert os.wait()[1] == 0
+"""
+
+
+def test_cutting_off_breaks_connections_with_other_processes_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", CUTTING], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_page_shows_peers_beside_ours_and_names_what_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +133,21 @@ def test_the_page_shows_peers_beside_ours_and_names_what_is_published(monkeypatc
     assert "as published" in table[3][0]
     del found["trials/trials_membership_peers"]
     assert trials_page._peers() == []
+
+
+def test_a_training_that_begins_anew_is_not_compared_with_the_one_before() -> None:
+    trial = object.__new__(Trial)
+    trial.counted, trial.digests, trial._sketches, trial.told, trial.losses = {}, {}, {}, {}, []
+    trial.started, trial.compared, trial.spread, trial.fell_back = {}, 0, 0.0, 0
+    trial._begun = trial._latest = 0
+    for turn, most in enumerate((30, 40)):
+        for number in range(1, most + 1):
+            for _ in range(2):
+                trial._hear("replica-0", Told(number, 100 * turn + number, (1.0,), 2, 1.0, {}))
+    assert trial.compared == 70
+    assert all(len(found) == 1 for found in trial.digests.values())
+    assert len(trial.counted) == 40, "a round whose number has been is not counted again"
+    assert trial.fell_back == 29
 
 
 def serve_nothing(namespace: str | None, listen: str, pipe: Connection) -> None:
