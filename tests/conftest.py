@@ -55,7 +55,7 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(_number, _usual)
 
 
-STARTING_COMMANDS = {"bench", "cli", "experiments", "lab", "model"}
+STARTING_COMMANDS = {"bench", "cli", "examples", "experiments", "lab", "model", "site"}
 WARM_UP = """
 import sys
 from gradwire.kernels import CODERS, FAMILIES, get_kernels

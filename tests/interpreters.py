@@ -41,6 +41,8 @@ CLONE_NEWNET = 0x40000000
 LARGEST = 1 << 17
 STARTERS = ("gradwire", "gradwire.tools.cli.main", "gradwire.tools.cli.launcher", "torch.distributed.run")
 """Modules that start processes themselves, and so get a server of their own while they run no thread."""
+STARTING_SCRIPTS = ("notebooks.py", "published_weights.py")
+"""Scripts that do, by the names of their files."""
 
 _Popen, _execve = subprocess.Popen, os.execve
 _lock = threading.Lock()
@@ -316,6 +318,8 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         # As a new interpreter has it: the module that runs is not the one that others import.
         sys.modules.pop(rest[1] if rest[1] != "gradwire" else "gradwire.__main__", None)
         _leave_after(runpy._run_module_as_main, rest[1])  # type: ignore[attr-defined]
+    if Path(rest[0]).name in STARTING_SCRIPTS and _server is None:
+        _fork_server()
     sys.path[0], sys.argv = str(Path(rest[0]).resolve().parent), rest
     main.__file__ = rest[0]
     _leave_after(exec, compile(Path(rest[0]).read_bytes(), rest[0], "exec"), main.__dict__)

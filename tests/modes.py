@@ -31,14 +31,16 @@ def train(
     return []
 
 
-def run_mode(method: str, ddp_options: dict[str, Any], options: dict[str, Any], micro_steps: int) -> tuple[str, Any]:
+def run_mode(
+    method: str, ddp_options: dict[str, Any], options: dict[str, Any], micro_steps: int, steps: int = STEPS
+) -> tuple[str, Any]:
     """Train on this rank in one mode; give the digest and the link's record."""
     import torch.distributed as dist
 
     module = layers()
     ddp = DistributedDataParallel(module, **ddp_options)
     link = gw.attach(ddp, method, **options)
-    train(module, ddp, square_loss, dist.get_rank(), STEPS, micro_steps)
+    train(module, ddp, square_loss, dist.get_rank(), steps, micro_steps)
     record = link.record()
     link.close()
     return digest(module), record

@@ -12,10 +12,12 @@ import io
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
@@ -197,31 +199,99 @@ def _script_main(rank: int, world_size: int, port: int, path: str, words: list[s
         out.send(("error", traceback.format_exc()))
 
 
-def run_script(path: Path, *words: object, world_size: int = 2) -> str:
+def _script_server(imports: tuple[str, ...], requests: Connection) -> None:
+    """Import modules, and run scripts in forks of this process, which starts no thread, until nobody asks any more."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    for name in imports:
+        importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise AssertionError(f"importing {', '.join(imports)} starts a thread: a fork is not safe")
+    while True:
+        try:
+            asked = requests.recv()
+        except EOFError:
+            os._exit(0)
+        pipes, children = [], []
+        for arguments in asked:
+            ours, theirs = multiprocessing.Pipe()
+            children.append(os.fork())
+            if children[-1] == 0:
+                requests.close()
+                _script_main(*arguments, theirs)
+                os._exit(0)
+            theirs.close()
+            pipes.append(ours)
+        answers = _answers(pipes)
+        # Those that have answered may take a while to end.
+        for child in children:
+            for _ in range(500):
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    break
+                time.sleep(0.01)
+            else:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        requests.send(answers)
+
+
+@cache
+def _script_server_with(imports: tuple[str, ...]) -> Connection:
+    ours, theirs = _context().Pipe()
+    _context().Process(target=_script_server, args=(imports, theirs), daemon=True).start()
+    theirs.close()
+    return ours  # type: ignore[no-any-return]
+
+
+def _answers(pipes: Sequence[Connection]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for pipe in pipes:
+        try:
+            found.append(pipe.recv() if pipe.poll(TIMEOUT_S) else ("late", ""))
+        except (EOFError, ConnectionResetError):
+            found.append(("gone", ""))
+    return found
+
+
+def run_script(path: Path, *words: object, world_size: int = 2, imports: tuple[str, ...] = ()) -> str:
     """Run a script on every rank, with the variables that torchrun sets; return what rank 0 printed.
 
     Its processes are forks of the server, so that it starts in a fraction of torchrun's time.
+
+    Args:
+        path: The script.
+        words: Its arguments.
+        world_size: Number of ranks.
+        imports: Modules that take long to import, and that several calls with the same ones share.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes, pipes = [], []
-    for rank in range(world_size):
-        ours, theirs = _context().Pipe()
-        arguments = (rank, world_size, port, str(path), [str(word) for word in words], theirs)
-        processes.append(_context().Process(target=_script_main, args=arguments, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
-    try:
-        answers = [pipe.recv() if pipe.poll(TIMEOUT_S) else ("late", "") for pipe in pipes]
-    finally:
-        for process in processes:
-            process.join(5)
-            process.kill()
-            process.join()
+    asked = [(rank, world_size, port, str(path), [str(word) for word in words]) for rank in range(world_size)]
+    if imports and interpreters.can_fork():
+        server = _script_server_with(imports)
+        server.send(asked)
+        answers = server.recv()
+    else:
+        answers = _answers_of_processes(asked)
     # All of them: the first rank's error may only say that another one has ended.
     failed = [f"rank {rank}: {kind}\n{value}" for rank, (kind, value) in enumerate(answers) if kind != "ok"]
     if failed:
         raise RankError("\n".join(failed))
     return str(answers[0][1])
+
+
+def _answers_of_processes(asked: Sequence[tuple[Any, ...]]) -> list[tuple[str, Any]]:
+    processes, pipes = [], []
+    for arguments in asked:
+        ours, theirs = _context().Pipe()
+        processes.append(_context().Process(target=_script_main, args=(*arguments, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    try:
+        return _answers(pipes)
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()

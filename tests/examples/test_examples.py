@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from interpreters import is_server
 from ranks import run_script
 
 pytestmark = pytest.mark.repository
@@ -53,7 +54,8 @@ def elastic(folder: Path) -> str:
             if time.monotonic() > deadline:
                 agent.terminate()
             if not killed and (folder / "latest").exists():
-                victim = int(Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()[-1])
+                children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+                victim = [int(child) for child in children if not is_server(int(child))][-1]
                 os.kill(victim, signal.SIGKILL)
                 killed = True
             time.sleep(0.02)

@@ -20,6 +20,11 @@ pytestmark = [pytest.mark.ranks, pytest.mark.repository]
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 METHOD = "ErrorFeedback(TopK(density=0.05))"
+IMPORTS = {
+    "accelerate": ("accelerate",),
+    "trainer": ("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
+    "lightning": ("lightning",),
+}
 SCRIPTS = {
     "accelerate": ("accelerate_digits.py",),
     "trainer": ("trainer_gpt2.py",),
@@ -33,7 +38,9 @@ def loss_of(framework: str, folder: Path, *words: object, world_size: int = 2) -
     script, *fixed = SCRIPTS[framework]
     if framework in ("lightning", "fabric"):
         fixed += ["--devices", str(world_size)]
-    told = run_script(EXAMPLES / script, *fixed, "--folder", folder, "--steps", 6, *words, world_size=world_size)
+    words = (*fixed, "--folder", folder, "--steps", 6, *words)
+    imports = IMPORTS.get(framework, IMPORTS["lightning"])
+    told = run_script(EXAMPLES / script, *words, world_size=world_size, imports=imports)
     found = re.search(r"loss ([\d.]+)", told)
     assert found, told
     return found[1]
@@ -68,7 +75,8 @@ def test_with_local_steps_each_ranks_model_and_optimizer_are_saved(tmp_path: Pat
 
 def asked_of(framework: str, folder: Path, world_size: int = 2) -> Any:
     """Return what the checks of a framework found on rank 0."""
-    told = run_script(Path(__file__).with_name("framework_checks.py"), framework, folder, world_size=world_size)
+    checks, imports = Path(__file__).with_name("framework_checks.py"), IMPORTS.get(framework, IMPORTS["lightning"])
+    told = run_script(checks, framework, folder, world_size=world_size, imports=imports)
     return json.loads(next(line for line in told.splitlines() if line.startswith("found ")).removeprefix("found "))
 
 

@@ -36,14 +36,15 @@ def test_every_variant_gives_the_bits_of_the_reference(variant: bool | None, wor
     assert checksum.checksums(heads[:1], rows[:1, 5:]).tolist() == expected[:1]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+# Whole words in several blocks are two blocks' there: the interpreter takes a millisecond for each 128 bytes.
+@pytest.mark.parametrize("length", [length for length in LENGTHS if length != 3 * reference.BLOCK_BYTES])
 def test_the_kernel_for_gpus_gives_the_bits_of_the_reference(length: int) -> None:
     interpreted()
     triton = importlib.import_module("gradwire.kernels.checksum.triton")
     draw = np.random.default_rng(length)
-    rows = draw.integers(0, 256, (3, length + 5), np.uint8)
-    heads = draw.integers(0, 2**64, (3, 3), np.uint64)
-    found = torch.zeros(3, dtype=torch.int64)
+    rows = draw.integers(0, 256, (2, length + 5), np.uint8)
+    heads = draw.integers(0, 2**64, (2, 3), np.uint64)
+    found = torch.zeros(2, dtype=torch.int64)
     # At whole words, where the length is one of those, and beside them.
     for begin, part in ((5, rows), (0, np.ascontiguousarray(rows[:, 5:]))):
         triton.row_checksums(torch.from_numpy(heads.view(np.int64)), torch.from_numpy(part)[:, begin:], found)

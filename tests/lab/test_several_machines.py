@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab_help import NEEDS_LAB, start_lab
+from lab_help import NEEDS_LAB, program, start_lab
 
 pytestmark = [*NEEDS_LAB, pytest.mark.repository, pytest.mark.ranks]
 
@@ -24,12 +24,18 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=15))
 """
 
 
-def on_two_hosts(command: str, before: str = "true") -> tuple[int, str]:
-    """Run a command of the page on each host, with the host's own number and the first one's address."""
+def on_two_hosts(command: str, shell: bool = False) -> tuple[int, str]:
+    """Run a command of the page on each host, with the host's own number and the first one's address.
+
+    Args:
+        command: A line of the page.
+        shell: Run it by a shell, which finds the program by PATH; all that it starts import anew.
+    """
     words = command.replace("--node-rank 0", "--node-rank $RANK").replace("10.0.0.1", "$MASTER_ADDR")
     found = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": found, "OMP_NUM_THREADS": "1"}
-    process = start_lab("--hosts", 2, "--", "sh", "-c", f"{before}; {words}", env=environment)
+    runner = ["sh", "-c"] if shell else program("as_a_shell")
+    process = start_lab("--hosts", 2, "--", *runner, words, env=environment)
     try:
         told = "".join(process.communicate(timeout=110))
     finally:
@@ -71,7 +77,7 @@ def test_gradwire_run_leaves_the_script_as_it_is() -> None:
 def test_a_wrong_interface_fails_as_the_page_says(interface: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHORT)
     command = COMMANDS[0].replace("train.py", str(tmp_path / "train.py")).replace("per-node 2", "per-node 1")
-    code, told = on_two_hosts(command, before=f"export GLOO_SOCKET_IFNAME={interface}")
+    code, told = on_two_hosts(f"GLOO_SOCKET_IFNAME={interface} {command}", shell=interface == "eth7")
     assert code != 0
     assert re.search(expected, told), told
     row = expected.replace(r"\[", "[").replace(r"\]", "]").replace(r"\.", ".").replace(".*", "... ")

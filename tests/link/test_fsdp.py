@@ -277,27 +277,31 @@ def mesh_of(kind: str) -> DeviceMesh:
 
 
 def wrapped(kind: str, spec: str, wrap: bool) -> dict[str, torch.Tensor]:
-    model = sharded(mesh_of(kind), blocks=20, wrap=wrap)
+    model = sharded(mesh_of(kind), blocks=8, wrap=wrap)
     with closing(gw.attach(model, spec, min_numel=256)) as link:
-        train(model, dist.get_rank(), range(3))
-        assert link.round == 3
+        # The second step goes by what the first left behind.
+        train(model, dist.get_rank(), range(2))
+        assert link.round == 2
         count = link.record()["collectives"]
-    assert sum(count.values()) >= (21 if wrap else 1)
+    assert sum(count.values()) >= (9 if wrap else 1)
     return values_of(model)
 
 
 @pytest.mark.parametrize("kind", ["shards", "replicas"])
 @pytest.mark.parametrize("spec", ["terngrad", "errorfeedback"])
-def test_one_wrapped_block_or_twenty_give_the_same_bits(four_ranks: Ranks, kind: str, spec: str) -> None:
-    one, twenty = (four_ranks(wrapped, kind, spec, wrap)[0] for wrap in (False, True))
-    assert [n for n, v in one.items() if not torch.equal(v, twenty[n])] == []
+def test_one_wrapped_module_or_nine_give_the_same_bits(four_ranks: Ranks, kind: str, spec: str) -> None:
+    one, nine = (four_ranks(wrapped, kind, spec, wrap)[0] for wrap in (False, True))
+    assert [n for n, v in one.items() if not torch.equal(v, nine[n])] == []
+
+
+LEARNING_STEPS = 30
 
 
 def losses(kind: str, spec: str | None, seed: int = 0) -> list[float]:
     torch.manual_seed(seed)
     model = sharded(mesh_of(kind), seed=seed)
     link = gw.attach(model, spec, min_numel=256, seed=seed) if spec else None
-    found = torch.tensor(train(model, dist.get_rank(), range(100 * seed, 100 * seed + 60), 0.3))
+    found = torch.tensor(train(model, dist.get_rank(), range(100 * seed, 100 * seed + LEARNING_STEPS), 0.3))
     if link is not None:
         link.close()
     dist.all_reduce(found)
@@ -305,17 +309,15 @@ def losses(kind: str, spec: str | None, seed: int = 0) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def natively(four_ranks: Ranks) -> dict[str, list[list[float]]]:
-    """Losses without a method, of two seeds."""
-    return {kind: [four_ranks(losses, kind, None, seed)[0] for seed in (0, 1)] for kind in ("shards", "replicas")}
+def natively(four_ranks: Ranks) -> list[list[float]]:
+    """Losses without a method, of two seeds; over replicas they are the same but for roundings."""
+    return [four_ranks(losses, "shards", None, seed)[0] for seed in (0, 1)]
 
 
 @pytest.mark.parametrize("kind", ["shards", "replicas"])
 @pytest.mark.parametrize("spec", ["terngrad", "EDEN(bits=4)", "qsgd", "errorfeedback"])
-def test_a_transformer_learns_as_natively(
-    four_ranks: Ranks, natively: dict[str, list[list[float]]], kind: str, spec: str
-) -> None:
-    (native, other), ours = natively[kind], four_ranks(losses, kind, spec, 0)[0]
+def test_a_transformer_learns_as_natively(four_ranks: Ranks, natively: list[list[float]], kind: str, spec: str) -> None:
+    (native, other), ours = natively, four_ranks(losses, kind, spec, 0)[0]
     drop = native[0] - sum(native[-5:]) / 5
     assert drop > 0.5
     # Two seeds differ by as much, and a tenth of what was learned is far above the noise of five steps.

@@ -184,7 +184,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def trained(kind: str, spec: str, setting: str, in_place: bool) -> list[torch.Tensor]:
-    """Take three steps; return gradients, weights and norms of this rank."""
+    """Take two steps; return gradients, weights and norms of this rank."""
     rank, options = dist.get_rank(), SETTINGS[setting]
     model, link = attached(kind, spec, **options)
     if in_place:
@@ -196,7 +196,7 @@ def trained(kind: str, spec: str, setting: str, in_place: bool) -> list[torch.Te
         if setting == "sums" or (setting == "divided by 3" and kind != "shards"):
             part.set_force_sum_reduction_for_comms(True)
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), list[torch.Tensor]()
-    for step in range(3):
+    for step in range(2):
         if setting != "added to gradients":
             optimizer.zero_grad()
         if setting.startswith("without"):

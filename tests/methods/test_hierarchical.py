@@ -344,15 +344,14 @@ def test_real_ranks_have_the_simulations_bits_and_resume_exactly(four_ranks: Ran
     """In buckets of any layout, with each rank's bits compared after every bucket."""
     method = repr(around(spec))
     expected, link = simulated(method)
+    state = link.state_dict()
     for name, options in (("one", {}), ("several", {"bucket_cap_mb": 0.001})):
-        for found in four_ranks(trained, method, options, str(tmp_path / name)):
+        for rank, found in enumerate(four_ranks(trained, method, options, str(tmp_path / name))):
             assert torch.equal(found["whole"], expected)
             assert torch.equal(found["resumed"], expected)
-    state = link.state_dict()
-    for rank, found in enumerate(four_ranks(trained, method, {}, str(tmp_path / "again"))):
-        ours, theirs = state[f"rank {rank}"], found["state"]["rank"]
-        assert set(ours) == set(theirs)
-        assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+            ours, theirs = state[f"rank {rank}"], found["state"]["rank"]
+            assert set(ours) == set(theirs)
+            assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
 def diverging(spec: str, count: int) -> tuple[list[torch.Tensor], dict[str, int]]:

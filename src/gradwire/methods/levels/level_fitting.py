@@ -230,10 +230,11 @@ def _chosen(distribution: Distribution, places: torch.Tensor, count: int) -> lis
     a, b = places[:, None], places
     # Where the distribution has no mass, a tiny uniform density decides.
     cost = ((a + b) * first - a * b * mass - second).clamp(min=0) + 1e-15 * (b - a) ** 3
-    cost = cost.masked_fill(a >= b, torch.inf)
-    least, came_from = cost[0], []
+    # By the later place, and in memory that each step writes anew: of many levels it is 18 MB.
+    cost = cost.masked_fill(a >= b, torch.inf).t().contiguous()
+    least, came_from, room = cost[:, 0], [], torch.empty_like(cost)
     for _ in range(count - 2):
-        least, best = (least[:, None] + cost).min(0)
+        least, best = torch.add(least, cost, out=room).min(1)
         came_from.append(best)
     path = [len(places) - 1]
     for best in reversed(came_from):
