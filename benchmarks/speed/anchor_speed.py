@@ -43,7 +43,7 @@ TYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 
 def gpt_weights(text: Path, steps: int) -> dict[str, list[torch.Tensor]]:
     """Return the weights of the GPT as it begins, and after so many steps."""
-    data = read_text(text)
+    data = read_text(text / "input.txt")
     shape = Shape(data.characters, 64, 384, 6, 6)
     torch.manual_seed(0)
     model = StackedGPT(shape, 1, 0)
