@@ -34,7 +34,7 @@ MEMBERS = """## Workers that come and go
 [membership](membership.md), first undisturbed, then with a fault each {every_s:g} s: SIGKILL, SIGSTOP for {stop_s:g} s, all
 connections of one replica cut, leaving by its own word, and one flipped bit in what it receives, in turn. What ends is started
 anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step, and
-the machine was shared with other work, about ten processes for each core. `silence_s` is {silence_s:g}.
+nothing else ran on the machine, which has two cores. `silence_s` is {silence_s:g}.
 
 - Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all the time. So it
   includes what a replica that is away does not compute.

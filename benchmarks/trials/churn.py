@@ -49,6 +49,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks.lib.runs import earlier, write
 from gradwire.tools.lab import INTERFACE, Network
 from gradwire.tools.processes import enter_namespace
 
@@ -62,6 +63,7 @@ __all__ = [
     "Told",
     "Trial",
     "add_arguments",
+    "append",
     "backward",
     "cut_off",
     "follow",
@@ -511,11 +513,19 @@ def judged(trial: Trial, phase: Phase, given: argparse.Namespace) -> dict[str, A
         "loss_first": _mean_loss(trial.losses[:80]),
         "loss_last": _mean_loss(trial.losses[-80:]),
         "hangs": sum(b - a > HANG_S for a, b in gaps),
+        "load": round(os.getloadavg()[2], 1),
     }
 
 
 def _mean_loss(losses: Sequence[tuple[float, float]]) -> float:
     return float(f"{mean(loss for _, loss in losses):.4g}") if losses else math.nan
+
+
+def append(path: Path | None, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Add a row to a result, to which other programs may add theirs meanwhile; return all rows."""
+    rows = [*earlier(path, "rows"), row]
+    write(path, rows=rows)
+    return rows
 
 
 def tried(

@@ -24,13 +24,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
-from benchmarks.lib.runs import earlier, write
+from benchmarks.lib.runs import earlier
 from benchmarks.trials.churn import (
     BATCH,
     WIDTH,
     Program,
     Seat,
     add_arguments,
+    append,
     backward,
     cut_off,
     follow,
@@ -123,9 +124,9 @@ def main() -> int:
         for seed, spec in itertools.product(given.seeds, methods):
             if (spec, seed, given.lab or "") in known:
                 continue
-            rows.append(tried(MEMBERS, spec, given, seed, steps=getattr(gw.method(spec), "every", 1), network=emulated))
+            steps = getattr(gw.method(spec), "every", 1)
+            rows = append(given.json, tried(MEMBERS, spec, given, seed, steps=steps, network=emulated))
             print(rows[-1], flush=True)
-            write(given.json, rows=rows)
     return int(any(row["rounds_with_differing_digests"] or row["hangs"] for row in rows))
 
 

@@ -37,13 +37,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.runs import earlier, write
+from benchmarks.lib.runs import earlier
 from benchmarks.trials.churn import (
     BATCH,
     WIDTH,
     Program,
     Seat,
     add_arguments,
+    append,
     backward,
     cut_off,
     follow,
@@ -313,9 +314,9 @@ def main() -> int:
         way = peer.ways[spec]
         row = tried(peer.program, spec, given, seed, trace=way.trace, steps=way.steps)
         settings = peer.settings(way, given)
-        rows.append({"system": system, "torch": torch.__version__, **row, "settings": settings})
-        print(rows[-1], flush=True)
-        write(given.json, rows=rows)
+        told = {"system": system, "torch": torch.__version__, **row, "settings": settings}
+        rows = append(given.json, told)
+        print(told, flush=True)
     return int(any(row["hangs"] for row in rows))
 
 
