@@ -316,6 +316,7 @@ class Trial:
         self.spread = 0.0
         self._sketches: dict[tuple[int, int], tuple[float, ...]] = {}
         self._begun, self._latest = 0, 0
+        self._resumed: set[str] = set()
         self.losses: list[tuple[float, float]] = []
         self.rejoined: list[float] = []
         self.stopped: set[str] = set()
@@ -383,11 +384,14 @@ class Trial:
             # It runs: what follows is the program's time.
             self.away_s += now_s - self.started.get(name, now_s)
             return
+        if name in self._resumed and said.round < self._latest - BEHIND:
+            return  # what it had to tell when it was stopped
+        self._resumed.discard(name)
         self.told[name] = said.counts
-        self.fell_back = max(self.fell_back, max(self.counted, default=0) - said.round)
         found = self.counted.setdefault(said.round, Round(now_s))
         found.members = max(found.members, said.members) if said.members >= 0 else found.members - said.members
         if said.round < self._latest - BEHIND:
+            self.fell_back = max(self.fell_back, self._latest - said.round)
             self._begun += 1  # from nothing: its rounds are not those that had their numbers before
             self._latest = said.round
         self._latest = max(self._latest, said.round)
@@ -420,6 +424,7 @@ class Trial:
             def go_on() -> None:
                 _signal(replica.process, signal.SIGCONT)
                 self.stopped.discard(replica.name)
+                self._resumed.add(replica.name)
                 self.started[replica.name] = time.monotonic()
 
             threading.Timer(stop_s, go_on).start()

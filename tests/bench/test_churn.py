@@ -140,6 +140,7 @@ def test_a_training_that_begins_anew_is_not_compared_with_the_one_before() -> No
     trial.counted, trial.digests, trial._sketches, trial.told, trial.losses = {}, {}, {}, {}, []
     trial.started, trial.compared, trial.spread, trial.fell_back = {}, 0, 0.0, 0
     trial._begun = trial._latest = 0
+    trial._resumed = {"replica-1"}
     for turn, most in enumerate((30, 40)):
         for number in range(1, most + 1):
             for _ in range(2):
@@ -148,6 +149,8 @@ def test_a_training_that_begins_anew_is_not_compared_with_the_one_before() -> No
     assert all(len(found) == 1 for found in trial.digests.values())
     assert len(trial.counted) == 40, "a round whose number has been is not counted again"
     assert trial.fell_back == 29
+    trial._hear("replica-1", Told(5, 0, (1.0,), 2, 1.0, {}))
+    assert (trial.fell_back, trial._latest) == (29, 40), "it tells what it had when it was stopped"
 
 
 def serve_nothing(namespace: str | None, listen: str, pipe: Connection) -> None:
