@@ -210,6 +210,7 @@ def _members() -> list[str]:
     found = result("trials/trials_membership")
     if found is None:
         return []
+    rows = sorted(found["rows"], key=lambda row: bool(row["lab"]))
     table = [
         (
             f"`{row['method']}`",
@@ -227,11 +228,11 @@ def _members() -> list[str]:
             f"{row['rounds_with_differing_digests']} of {row['digests_compared']}",
             row["hangs"],
         )
-        for row in found["rows"]
+        for row in rows
     ]
     head = ("method", "minutes", "emulated network", "a fault each, s", "faults", "rounds", "throughput kept, %", "away, %", "of those present, %", "rounds kept, %", "longest pause, s",
             "in again, median / longest, s", "digests that differ", "hangs")  # fmt: skip
-    return [MEMBERS.format(**found["rows"][0]), "", _where(found), "", *_table(head, table)]
+    return [MEMBERS.format(**rows[0]), "", _where(found), "", *_table(head, table)]
 
 
 def _peers() -> list[str]:
