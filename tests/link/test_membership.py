@@ -153,17 +153,6 @@ def test_a_worker_that_is_told_to_end_leaves_after_its_round_and_hands_over_what
         assert residual[0].norm() > residual[1].norm() > 0
 
 
-def test_nobody_waits_for_a_worker_that_ends_as_another_leaves() -> None:
-    with crew() as workers:
-        patient = {"silence_s": 1000.0}
-        steps = {"a": 6, "b": 9, "c": 9}
-        of = {"a": patient, "b": patient, "c": {**patient, "sigterm_at": 5}}
-        a, b, c = (workers.start(name, train, "terngrad", 3, steps[name], of[name]) for name in "abc")
-        # The votes of round 6 say that c leaves: the epoch that follows names a, which has taken its last step.
-        assert (a.end()["round"], c.end()["round"]) == (6, 6)
-        assert (b.end()["round"], b.result["left"], b.result["lost"]) == (9, 2, 0)
-
-
 def test_a_newcomer_begins_with_the_state_of_the_others() -> None:
     with crew() as workers:
         a, b = begin(workers, "ab", "PowerSGD(matrix_rank=2)", 40, a={"pause_s": 0.15})

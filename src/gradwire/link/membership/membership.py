@@ -85,14 +85,8 @@ class Membership(Party):
 
     def close(self) -> None:
         """Leave at once, unless this worker has left already, and close all connections."""
-        self._end()
-
-    def _end(self, orderly: bool = True) -> None:
         link = self.link
         if link is not None:
-            if orderly:
-                # The others wait for it in the epoch that the last votes have announced, if they have.
-                link.settle()
             link.depart()
             # A link that could not be opened has nothing to close.
             getattr(link, "close", lambda: None)()
@@ -104,7 +98,7 @@ class Membership(Party):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(orderly=kind is None)
+        self.close()
 
 
 def join(
