@@ -28,9 +28,8 @@ ABSENCES = 2.0
 LINGER_S = 1.0
 """Time that messages of a member have to arrive after it has gone on to the next epoch: it may have needed no other."""
 
-
 LOOK_S = 0.25
-"""Time between two looks for members that are gone, while a message is on its way."""
+"""Time between two looks for members that are gone, for an epoch that others have begun, and for requests."""
 
 GIVE_UP_S = 1.0
 """Time that a message has to end after the connections were broken. Gloo forgets one of which a part was sent or

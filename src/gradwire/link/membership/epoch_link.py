@@ -13,17 +13,13 @@ from gradwire.exchange.drivers import Lane, WireError
 from gradwire.link.link import Link
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.membership.broken_rounds import count_broken, forget_frames
-from gradwire.link.membership.epoch_group import EpochGroup
+from gradwire.link.membership.epoch_group import LOOK_S, EpochGroup
 from gradwire.link.membership.party import Party
 from gradwire.link.membership.protocol import Seat
 from gradwire.link.membership.records import Epoch
 
 CLOSE_S = 30.0
 """Time that lanes have to end after their connections were broken; a kernel may be running."""
-
-
-LOOK_S = 0.25
-"""Time between two looks for members that are gone, for an epoch that others have begun, and for requests."""
 
 IDLE_S = 0.01
 """Time after which a lane counts as one that waits for a message."""

@@ -24,7 +24,8 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
 from gradwire.link.membership import steps as p
-from gradwire.link.membership.epoch_link import LOOK_S, keep_watch
+from gradwire.link.membership.epoch_group import LOOK_S
+from gradwire.link.membership.epoch_link import keep_watch
 from gradwire.link.membership.method_rules import refusal
 from gradwire.link.membership.party import COUNTED, Party
 from gradwire.link.membership.records import Epoch, EpochReport, Request, text_of
@@ -165,13 +166,12 @@ class MembershipLink(StoreSteps):
         """Agree with the others on who is there, if that has changed; call it before samples are drawn for a round."""
         with self._lock:
             self._look()
-            if not self._applied or self._problem:
-                return
-            # A worker that is taken in now computes its gradient while the others compute theirs.
-            try:
-                self._run(self._seat.change())
-            except Exception as problem:
-                self._problem = problem
+            if self._applied and not self._problem:
+                # A worker that is taken in now computes its gradient while the others compute theirs.
+                try:
+                    self._run(self._seat.change())
+                except Exception as problem:  # raised in the next round
+                    self._problem = problem
 
     def diagnostics(self) -> dict[str, Any]:
         epoch = self._seat.epoch

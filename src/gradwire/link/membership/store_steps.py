@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gradwire.errors import ExchangeError
 from gradwire.link.failures import WarnOnce
-from gradwire.link.membership.epoch_link import LOOK_S
+from gradwire.link.membership.epoch_group import LOOK_S
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request
 from gradwire.link.membership.serving_link import ServingLink
 from gradwire.link.membership.steps import FIRST, epoch_key, report_key
