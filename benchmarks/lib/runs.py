@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-__all__ = ["claim", "earlier", "final", "machine", "release", "train", "write"]
+__all__ = ["claim", "cores_of_others", "earlier", "final", "machine", "release", "train", "write"]
 
 
 def final(folder: Path, steps: int) -> dict[str, Any] | None:
@@ -82,6 +82,19 @@ def write(path: Path | None, **found: Any) -> None:
     """Write what was found, with what ran and when; nothing without a path."""
     if path:
         path.write_text(json.dumps({**machine(), **found}, indent=1) + "\n")
+
+
+def cores_of_others(seconds: float = 2.0) -> float:
+    """Return how many cores other work keeps busy, measured while this process sleeps; call it before any own work."""
+
+    def busy_s() -> float:
+        # user, nice, system, idle, iowait, irq, softirq, steal
+        fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+    before, start = busy_s(), time.monotonic()
+    time.sleep(seconds)
+    return round((busy_s() - before) / (time.monotonic() - start), 2)
 
 
 def machine() -> dict[str, Any]:

@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.runs import write
+from benchmarks.lib.runs import cores_of_others, write
 from benchmarks.lib.stacked_gpt import Shape, StackedGPT, read_text
 from gradwire.publish.chunks import CHUNK_ELEMENTS
 from gradwire.publish.container import read_head
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    others = cores_of_others()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     cases = gpt_weights(arguments.text, arguments.steps)
@@ -131,7 +132,7 @@ def main() -> None:
             rows.append({"weights": name, "type": kind, **row})
             rates = ", ".join(f"{k} {v / 1e9:.2f} GB/s" for k, v in row["bytes_per_s"].items())
             print(f"{name}, {kind}: {row['bits_per_weight']:.2f} bits (zstd {row['zstd_bits_per_weight']}); {rates}")
-    write(arguments.json, shared_machine=True, rows=rows)
+    write(arguments.json, cores_of_others=others, rows=rows)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.runs import write
+from benchmarks.lib.runs import cores_of_others, write
 from gradwire.publish.layout import BY_NAME, Entry, Layout
 from gradwire.publish.manifest import read_manifest
 from gradwire.publish.safetensor_files import TensorPlace, files_of, header_of, read_places
@@ -289,6 +289,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    others = cores_of_others()
     rows = []
     for layers in arguments.layers or (2, 30):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -304,7 +305,7 @@ def main() -> None:
                 )
             )
         print(json.dumps(rows[-1], indent=1), flush=True)
-        write(arguments.json, shared_machine=True, rows=rows)
+        write(arguments.json, cores_of_others=others, rows=rows)
 
 
 if __name__ == "__main__":

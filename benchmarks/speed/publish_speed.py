@@ -39,7 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
-from benchmarks.lib.runs import write
+from benchmarks.lib.runs import cores_of_others, write
 from gradwire.publish.container import read_head
 from gradwire.publish.held import HeldWeights
 from gradwire.publish.weights import LiveTensors
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    others = cores_of_others()
     torch.set_num_threads(1)
     rows, published = [], Published(arguments.elements, arguments.threads)
     for density in arguments.density or (0.01, 0.001, 0.026):
@@ -175,7 +176,7 @@ def main() -> None:
         print({k: (float(f"{v:.4g}") if isinstance(v, float) else v) for k, v in rows[-1].items()}, flush=True)
         write(
             arguments.json,
-            shared_machine=True,
+            cores_of_others=others,
             turns=arguments.turns,
             rows=sorted(rows, key=lambda r: r["share_changed"]),
         )

@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.runs import write
+from benchmarks.lib.runs import cores_of_others, write
 from gradwire.tools.lab import Network, Outage, Topology, open_network, start
 
 MODES = ("whole", "patches", "relay")
@@ -253,7 +253,7 @@ def main() -> None:
         else:
             read(address, int(words[0]), words[1], int(words[2]), int(words[3]), words[4])
         return
-    rows = []
+    rows, others = [], cores_of_others()
     for turn in range(arguments.turns):
         for mode in arguments.mode or MODES:
             with open_network(Topology.parse("hosts=4,bandwidth=100mbit,delay=1ms"), "relay") as network:
@@ -261,10 +261,8 @@ def main() -> None:
                     rows.append({"turn": turn, **row})
                     print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
     given = {"share": SHARE, "step_s": STEP_S, "outage_s": OUTAGE_S, "late_at_step": LATE_AT}
-    write(
-        arguments.json, shared_machine=True, elements=arguments.elements, steps=arguments.steps, turns=arguments.turns,
-        **given, rows=rows,
-    )  # fmt: skip
+    given |= {"elements": arguments.elements, "steps": arguments.steps, "turns": arguments.turns}
+    write(arguments.json, cores_of_others=others, **given, rows=rows)
 
 
 if __name__ == "__main__":
