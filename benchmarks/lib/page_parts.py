@@ -54,3 +54,11 @@ def where(found: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in found.get("versions", {}).items())
     parts = [found.get("cpu", ""), f"{found['cores']} cores" if "cores" in found else "", versions, found["date_utc"]]
     return "; ".join(part for part in parts if part)
+
+
+def load(found: dict[str, Any]) -> str:
+    """Describe what else the machine computed, as :func:`benchmarks.lib.runs.cores_of_others` found it."""
+    others = found.get("cores_of_others")
+    if others is None:
+        return "Others used the machine meanwhile." if found.get("shared_machine") else ""
+    return "Nothing else ran." if others < 0.1 else f"Other work kept {others:.1f} cores busy when it began."

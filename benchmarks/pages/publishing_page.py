@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from benchmarks.lib.page_parts import where
+from benchmarks.lib.page_parts import load, where
 from benchmarks.lib.results import result
 
 __all__ = ["measured"]
@@ -72,7 +72,7 @@ def _speed() -> list[str]:
         "whole base among them, are compared before the first write, which takes two passes of memory. *Staged*: into the subscriber's own copy, "
         "verified when it was written, in one pass; digests are compared before the copy is handed over, and the swap, a memcpy, is not counted. "
         "*Sum*: all words of the reader's weights, as at the start of a subscriber. The bound is the entropy of positions and signs. `python benchmarks/speed/publish_speed.py`. "
-        f"{where(found)}. Others used the machine meanwhile, more cores' work than it has: what is bounded by computing suffers from that, and a memcpy hardly.",
+        f"{where(found)}. {load(found)}",
         "",
         "| elements | changed | bits a change | over the bound | memcpy | encode, of memcpy's rate | decode in place | decode staged | sum | encode, s | in place, s | staged, s | peak memory |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -96,7 +96,7 @@ def _anchors() -> list[str]:
         "Anchors, coded without loss, on one thread: bits a weight of the whole file, and bytes of weights a second. The GPT is the one above, untrained and trained at 3e-4; "
         "normal values have deviation 0.02; 8-bit floats are scaled to their largest value by tensor. *Coder*: into chunks with sums of words, and back into the weights with sums. *File*: with all BLAKE2b "
         "digests, into the subscriber's own copy. The processor's time, the best of all turns, beside a memcpy of the same bytes. `python benchmarks/speed/anchor_speed.py`. "
-        f"{where(found)}. Others used the machine meanwhile.",
+        f"{where(found)}. {load(found)}",
         "",
         "| weights | type | elements | bits a weight | zstd 1 | coder: encode | decode | file: encode | decode | memcpy |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -120,8 +120,8 @@ def _files() -> list[str]:
         "From file to file by the commands, `gradwire publish --watch` and `gradwire subscribe --watch`, on one disk: synthetic checkpoints of a 7.5 G model's "
         "tensors but for the number of layers, bfloat16, normal values, in files of up to 4 GB; one element in a hundred moved by one unit. Fresh: seconds from a checkpoint's appearance until the reader's "
         "file was replaced, polling every 0.2 s included. The reader writes a new file each time, so that the disk bounds it: see the copy of one file with fsync beside it. Wall time, best of the "
-        "patches, while others used the machine and its disk. Memory is the commands' largest, without the pages of mapped files, which the operating system takes back at will, and with them. The publisher's copy of the weights is in memory, or in a mapped file. "
-        f"`python benchmarks/speed/publish_files.py`. {where(found)}.",
+        "patches. Memory is the commands' largest, without the pages of mapped files, which the operating system takes back at will, and with them. The publisher's copy of the weights is in memory, or in a mapped file. "
+        f"`python benchmarks/speed/publish_files.py`. {where(found)}. {load(found)}",
         "",
         "| elements | weights | base | anchor | bits a weight | encoded | fresh | patch | bits a change | encoded, s | checked and written, s | fresh, s | copy, s | memory of publish | of subscribe |",
         "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -149,8 +149,8 @@ def _freshness() -> list[str]:
     lines = [
         f"Readers of {found['elements'] / 1e6:.0f} M bfloat16 weights over links of 100 Mbit/s: {found['steps']} steps, two a second, in each of which {100 * found['share']:.2f} % of the elements "
         f"move by a unit (the share at a learning rate of 1e-6). Three readers and a store at the trainer's host; with a relay, the first reader serves the two others. One link is silent for {found['outage_s']:.0f} s, and one reader begins after step {found['late_at_step']}. "
-        f"Fresh: seconds from the end of a step until a reader holds it or a later one, without the outage and what follows in 5 s. The late reader's first weights take as long either way, since an anchor is whole. Medians of {found['turns']} turns, with the least and the most. `python benchmarks/speed/published_freshness.py`. "
-        f"{where(found)}. Trainer, readers and network shared the two cores with others.",
+        f"Fresh: seconds from the end of a step until a reader holds it or a later one, without the outage and what follows in 5 s. Medians of {found['turns']} turns, with the least and the most. `python benchmarks/speed/published_freshness.py`. "
+        f"{where(found)}. Trainer, readers and network shared the cores. {load(found)}",
         "",
         "| published | reader | bytes a step | fresh, median of steps, s | fresh, slowest step, s | steps behind, mean | fresh again after the outage, s | late reader's first weights, s | sent by the trainer |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
