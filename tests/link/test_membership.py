@@ -242,3 +242,16 @@ def test_methods_that_cannot_follow_are_refused_before_anybody_waits(spec: str, 
     refused = pytest.raises(gw.IncompatibleError, match=reason)
     with crew() as workers, gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret) as membership, refused:
         gw.Link([parameter], spec, group=membership, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("ends", ["a", "b"])
+def test_nobody_waits_for_a_worker_that_ends_as_another_leaves(ends: str) -> None:
+    goes_on = "b" if ends == "a" else "a"
+    with crew() as workers:
+        patient = {"silence_s": 1000.0}
+        of = {"a": patient, "b": patient, "c": {**patient, "sigterm_at": 5}}
+        started = {n: workers.start(n, train, "terngrad", 3, 6 if n == ends else 9, of[n]) for n in "abc"}
+        # The votes of round 6 say that c leaves: the epoch that follows names the one that has taken its last step.
+        assert (started[ends].end()["round"], started["c"].end()["round"]) == (6, 6)
+        last = started[goes_on]
+        assert (last.end()["round"], last.result["left"], last.result["lost"]) == (9, 2, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -77,8 +76,8 @@ class Group(ABC):
         return b""
 
     @abstractmethod
-    def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        """Start to gather a tensor from each rank into ``rows``, without waiting."""
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        """Start to gather a tensor ``[n]`` from each rank into ``rows`` ``[ranks, n]``, without waiting."""
 
     @abstractmethod
     def broadcast(self, row: torch.Tensor, source: int) -> None:
@@ -120,7 +119,7 @@ class TorchGroup(Group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
         work: dist.Work = dist.all_gather(list(rows), own, group=self.torch, async_op=True)
         return work
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +29,9 @@ LINGER_S = 1.0
 
 LOOK_S = 0.25
 """Time between two looks for members that are gone, for an epoch that others have begun, and for requests."""
+
+LATE_S = 0.5
+"""Time after which members look whether one that has not come has left."""
 
 GIVE_UP_S = 1.0
 """Time that a message has to end after the connections were broken. Gloo forgets one of which a part was sent or
@@ -61,6 +63,7 @@ class EpochGroup(Group):
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
         self._backend: Any = None
+        self._began_s = time.monotonic()
         self._parted_s: float | None = None
         self._begun: dist.Work | None = None
         self.watch: Watch | None = None
@@ -116,8 +119,20 @@ class EpochGroup(Group):
         ranks = () if self.watch is None else self.watch.vanished(self.ranks)
         return frozenset(self.epoch.members[rank].id for rank in ranks)
 
-    def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        self._begun = self._backend.allgather([list(rows)], [own])
+    def absent(self) -> tuple[str, ...]:
+        """Return the ids of members that have not come within :data:`LATE_S`."""
+        if self.watch is None or time.monotonic() - self._began_s < LATE_S:
+            return ()
+        return tuple(self.epoch.members[rank].id for rank in self.watch.absent(self.ranks))
+
+    def count_out(self, id: str) -> None:
+        """Count a member as gone."""
+        if self.watch is not None:
+            self.watch.count_out(self.epoch.ids().index(id), "left before it came")
+
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        # Gloo's own gather goes round a ring, with the network's delay for each member.
+        self._begun = self._backend.alltoall_base(rows.view(-1), own.repeat(self.world_size), [], [])
         return self._begun
 
     def broadcast(self, row: torch.Tensor, source: int) -> None:
