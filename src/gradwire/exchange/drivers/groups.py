@@ -75,6 +75,15 @@ class Group(ABC):
         """Return the key of a purpose, which these ranks alone know; empty if their messages have no keyed digest."""
         return b""
 
+    def gloo(self, number: int, store: Any) -> Any:
+        """Return Gloo connections of the ranks (collective call).
+
+        Args:
+            number: Number of these connections among those of a link.
+            store: Store for these connections alone.
+        """
+        return dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout)
+
     @abstractmethod
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Start to gather a tensor ``[n]`` from each rank into ``rows`` ``[ranks, n]``, without waiting."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -131,15 +131,13 @@ class Board:
         Connections are kept for later: all members need some at the same moment, and those beyond what the
         coordinator's machine accepts at once would be made after seconds.
         """
-
-        def found(store: Any) -> Any:
-            while self._spare:
-                kept = self._spare.pop()
-                if _answers(kept):
-                    return kept
-            return store.clone()
-
-        return dist.PrefixStore(prefix, self._do(found))
+        while True:
+            with self._lock:
+                kept = self._spare.pop() if self._spare else None
+            # Several threads ask at once: over a long link, no one waits for the answer that another gets.
+            if kept is None or _answers(kept):
+                break
+        return dist.PrefixStore(prefix, self._do(lambda store: store.clone()) if kept is None else kept)
 
     def take_back(self, store: Any) -> None:
         """Take back a connection of :meth:`lend` in which nobody waits any more."""
@@ -213,7 +211,7 @@ class Board:
         """Return the record at a key; None if there is none that verifies."""
         return self._do(lambda store: self._read(store, key, kind))
 
-    def get_all(self, keys: Sequence[str], kind: type[R], *, each: bool = False) -> dict[str, R]:
+    def get_all(self, keys: Collection[str], kind: type[R], *, each: bool = False) -> dict[str, R]:
         """Return the records at keys if all of them have been written; without those that do not verify.
 
         Over a long link this takes as long as the reading of two or three records.

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class EpochGroup(Group):
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
         self._backend: Any = None
+        self._spare: dict[int, Any] = {}
         self._began_s = time.monotonic()
         self._parted_s: float | None = None
         self._begun: dist.Work | None = None
@@ -79,18 +81,27 @@ class EpochGroup(Group):
     def take_back(self, store: Any) -> None:
         self._board.take_back(store)
 
-    def connect(self) -> None:
+    def connect(self, lanes: int) -> None:
         """Connect the members (collective call).
+
+        Args:
+            lanes: Number of the lanes that a link opens next. Their connections are made at the same time as these:
+                over a long link, one set of them takes as long as ten and more messages.
 
         Raises:
             ExchangeError: a member is gone.
         """
         if self.world_size > 1:
-            (made,) = self.circle.connected("the connections of an epoch", self._made)
-            self._backend = made.backend
+            makes = [partial(self._made, number) for number in range(1 + lanes)]
+            own, *spare = self.circle.connected("the connections of an epoch", *makes)
+            self._backend, self._spare = own.backend, {number: made.backend for number, made in enumerate(spare)}
 
-    def _made(self, store: Any) -> _Backend:
-        return _Backend(dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout))
+    def _made(self, number: int, store: Any) -> _Backend:
+        return _Backend(super().gloo(number, dist.PrefixStore(f"{number}", store)))
+
+    def gloo(self, number: int, store: Any) -> Any:
+        made = self._spare.pop(number, None)
+        return super().gloo(number, store) if made is None else made
 
     def key(self, purpose: str) -> bytes:
         return digest_of(purpose.encode(), self._key) if self._key else b""
@@ -140,29 +151,30 @@ class EpochGroup(Group):
         options.rootRank, options.rootTensor = source, 0
         self._finish(self._backend.broadcast([row], options))
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor in main memory to one member, and wait until it has left.
+    def send(self, to: int, *tensors: torch.Tensor) -> None:
+        """Send tensors in main memory to one member, all at once, and wait until they have left.
 
         Raises:
             RuntimeError: the connection broke.
         """
-        self._finish(self._backend.send([tensor], to, 0))
+        self._finish(*(self._backend.send([tensor], to, tag) for tag, tensor in enumerate(tensors)))
 
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive a tensor from one member.
+    def receive(self, source: int, *tensors: torch.Tensor) -> None:
+        """Receive as many tensors from one member as it sends at once.
 
         Raises:
             RuntimeError: the connection broke.
         """
-        self._finish(self._backend.recv([tensor], source, 0))
+        self._finish(*(self._backend.recv([tensor], source, tag) for tag, tensor in enumerate(tensors)))
 
-    def _finish(self, work: dist.Work) -> None:
-        """Wait for a message, by a thread that is given up where the message never ends."""
+    def _finish(self, *works: dist.Work) -> None:
+        """Wait for messages, by a thread that is given up where one never ends."""
         ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
         def wait() -> None:
             try:
-                work.wait()
+                for work in works:
+                    work.wait()
             except RuntimeError as error:
                 ended.put(str(error))
             else:
@@ -194,6 +206,7 @@ class EpochGroup(Group):
         if self._begun is not None and not self._begun.is_completed():
             self.abort()
         self._backend = self._begun = None
+        self._spare.clear()
 
 
 class _Backend:

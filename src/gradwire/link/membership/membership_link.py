@@ -94,6 +94,7 @@ class MembershipLink(WatchingLink):
     def _checked(self) -> str:
         """Check what the user asked for; return the digest of what all members must have in common."""
         parameters, method, count, options = self._asked
+        self._check_lanes()
         self.method, self.options = read_method(method), Options.of(options)
         named, reason = named_parameters(parameters), refusal(self.method)
         if self.options.fallback is not None:
@@ -300,7 +301,7 @@ class MembershipLink(WatchingLink):
         if self._opened and self._of is not None and self._of.ids() != epoch.ids():
             of_other_ranks(self._runtime.memory)
         try:
-            group.connect()
+            group.connect(self._asked[2])
             state = self._pass_state(group, epoch)
             if state is not None:
                 self._take_values(state)

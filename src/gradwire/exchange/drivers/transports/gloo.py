@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -78,10 +78,21 @@ class GlooTransport(Transport):
         timeout: Timeout of each collective.
         key: See :class:`gradwire.exchange.drivers.transports.notes.Notes`. With a key, reductions are made of messages
             that carry digests, in the order and with the bits of Gloo's own.
+        connected: Called with the store, returns connections of these ranks; by default they are made here.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta, key: bytes = b"") -> None:
-        self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        key: bytes = b"",
+        connected: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._backend: Any = (
+            dist.ProcessGroupGloo(store, rank, world_size, timeout) if connected is None else connected(store)
+        )
         self.rank, self.world_size = rank, world_size
         self._notes = Notes(rank, key)
         self.keyed_bytes = self._notes.keyed_bytes
