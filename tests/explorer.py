@@ -53,6 +53,11 @@ class Apply:
     """A member applies the round that counts for it: what the optimizer does after the exchange has returned."""
 
 
+@dataclass(frozen=True)
+class Look:
+    """A member that computes may notice that others are gone; the reply tells whether it does."""
+
+
 ALL = 0
 """Number that stands for all epochs: the process has ended."""
 
@@ -77,6 +82,8 @@ class Case:
         quorum: Members with which a round goes on; 0: all.
         staleness: Under a quorum, the largest age of a difference.
         absences: Under a quorum, how often each member still computes when the roll is called.
+        looks: True if members may notice between two rounds, before and after they apply, that others are gone, and
+            meet again at once.
     """
 
     founded: str
@@ -89,6 +96,7 @@ class Case:
     quorum: int = 0
     staleness: int = 1
     absences: int = 1
+    looks: bool = False
 
     def rule(self) -> Quorum | None:
         """Return the rule by which rounds begin."""
@@ -155,7 +163,7 @@ class Explorer:
     def __init__(self, case: Case) -> None:
         self.case, self.letters = case, case.founded + case.comers
         self.found = Explored()
-        self._known: dict[tuple[int, tuple[Any, ...]], tuple[Step | Apply | None, Seat, str | None]] = {}
+        self._known: dict[tuple[int, tuple[Any, ...]], tuple[Step | Apply | Look | None, Seat, str | None]] = {}
 
     def explore(self) -> Explored:
         """Visit all states.
@@ -194,7 +202,12 @@ class Explorer:
                     yield from seat.enter()
                 while seat.rounds < self.case.rounds and not seat.left:
                     yield from seat.round()
+                    if self.case.looks and not seat.left and (yield Look()):
+                        yield from seat.recover()
                     yield Apply()
+                    if self.case.looks and not seat.left and (yield Look()):
+                        yield from seat.recover()
+                        yield from seat.meet()
             except LeftOut:
                 if seat.leaving:
                     return "left"
@@ -209,7 +222,7 @@ class Explorer:
             return "left" if seat.left else "done"
         return "out"
 
-    def _at(self, index: int, told: tuple[Any, ...]) -> tuple[Step | Apply | None, Seat, str | None]:
+    def _at(self, index: int, told: tuple[Any, ...]) -> tuple[Step | Apply | Look | None, Seat, str | None]:
         """Return what a member asks for after it was told something, its seat, and how it ended."""
         key = (index, told)
         if key not in self._known:
@@ -299,6 +312,10 @@ class Explorer:
             yield self._tell(state, i, None, draft=_put(state.draft, i, None))
         elif isinstance(step, Hand | Rest):
             yield self._tell(state, i, None)
+        elif isinstance(step, Look):
+            yield self._tell(state, i, False)
+            if gone:
+                yield self._tell(state, i, True)
         elif isinstance(step, Meet):
             yield from self._phase(state, i, "meet", 0, state.data[i], gone, step.epoch)
         elif isinstance(step, Exchange):
@@ -416,7 +433,7 @@ class Explorer:
                 raise Wrong(f"{self.letters[i]} waits for ever in {step}; the others: {state.ended}")
 
 
-def _waits_outside(step: Step | Apply | None) -> bool:
+def _waits_outside(step: Step | Apply | Look | None) -> bool:
     return isinstance(step, Founders) or (isinstance(step, Await) and step.for_ever)
 
 

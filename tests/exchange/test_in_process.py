@@ -102,16 +102,17 @@ def test_different_operations_and_broken_connections_raise_on_all_ranks() -> Non
 def test_messages_keep_their_order_and_lengths() -> None:
     meetings = Meetings(N)
     backends = [InProcessBackend(meetings, rank) for rank in range(N)]
-    rows = [[torch.empty(2) for _ in range(N)] for _ in range(N)]
-    works = [backend.allgather([rows[rank]], [torch.full((2,), float(rank))]) for rank, backend in enumerate(backends)]
+    rows = torch.empty(N, N, 2)
+    sent = [torch.full((2 * N,), float(rank)) for rank in range(N)]
+    works = [backend.alltoall_base(rows[r].view(-1), sent[r], [], []) for r, backend in enumerate(backends)]
     for rank, work in enumerate(works):
         assert work.is_completed()
         work.wait()
-        assert torch.stack(rows[rank])[:, 0].tolist() == [0.0, 1.0, 2.0]
-    sent = torch.ones(1)
-    backends[0].send([sent], 1, 7).wait()
-    sent.fill_(5.0)  # what was sent is not changed by its sender
-    backends[0].send([sent], 1, 7).wait()
+        assert rows[rank, :, 0].tolist() == [0.0, 1.0, 2.0]
+    one = torch.ones(1)
+    backends[0].send([one], 1, 7).wait()
+    one.fill_(5.0)  # what was sent is not changed by its sender
+    backends[0].send([one], 1, 7).wait()
     first, second = torch.zeros(1), torch.zeros(1)
     asked = [backends[1].recv([tensor], 0, 7) for tensor in (first, second)]
     asked[1].wait()

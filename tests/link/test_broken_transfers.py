@@ -95,13 +95,14 @@ def test_members_go_on_when_the_receiver_of_a_long_message_is_killed() -> None:
     assert [told["lost"] for told in found] == [1, 1]
 
 
-def end_in_the_middle(self: EpochGroup, tensor: torch.Tensor, to: int, usual: Any = EpochGroup.send) -> None:
+def end_in_the_middle(self: EpochGroup, to: int, *tensors: torch.Tensor, usual: Any = EpochGroup.send) -> None:
     """Send short messages, and end as soon as a long one has filled the connection."""
-    if tensor.numel() < NUMEL:
-        usual(self, tensor, to)
+    if all(tensor.numel() < NUMEL for tensor in tensors):
+        usual(self, to, *tensors)
         return
     time.sleep(1.0)  # until the other side waits for it
-    self._backend.send([tensor], to, 0)
+    for tag, tensor in enumerate(tensors):
+        self._backend.send([tensor], to, tag)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -242,3 +242,43 @@ def test_methods_that_cannot_follow_are_refused_before_anybody_waits(spec: str, 
     refused = pytest.raises(gw.IncompatibleError, match=reason)
     with crew() as workers, gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret) as membership, refused:
         gw.Link([parameter], spec, group=membership, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("ends", ["a", "b"])
+def test_nobody_waits_for_a_worker_that_ends_as_another_leaves(ends: str) -> None:
+    goes_on = "b" if ends == "a" else "a"
+    with crew() as workers:
+        patient = {"silence_s": 1000.0}
+        of = {"a": patient, "b": patient, "c": {**patient, "sigterm_at": 5}}
+        started = {n: workers.start(n, train, "terngrad", 3, 6 if n == ends else 9, of[n]) for n in "abc"}
+        # The votes of round 6 say that c leaves: the epoch that follows names the one that has taken its last step.
+        assert (started[ends].end()["round"], started["c"].end()["round"]) == (6, 6)
+        last = started[goes_on]
+        assert (last.end()["round"], last.result["left"], last.result["lost"]) == (9, 2, 0)
+
+
+def train_slowly(address: str, secret: str, name: str, pipe: Connection) -> float:
+    """Take two rounds, and compute for long then; return how long it took until the others had met without c."""
+    parameter = nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with gw.join(address, secret=secret, name=name, least=3, silence_s=60.0) as membership:
+        link = gw.Link([("weight", parameter)], "terngrad", group=membership, optimizer=optimizer, min_numel=0)
+        for _ in range(2):
+            parameter.grad = torch.ones(64)
+            link.reduce_()
+            optimizer.step()
+        if name == "c":
+            os.kill(os.getpid(), signal.SIGKILL)
+        began_s = time.monotonic()
+        while membership.changes[-1].lost != ("c",) and time.monotonic() < began_s + 60:
+            time.sleep(0.01)
+        found = time.monotonic() - began_s
+        link.reduce_()
+        return found if membership.world_size == 2 else 60.0
+
+
+def test_members_meet_again_while_they_compute() -> None:
+    with crew() as workers:
+        a, b, c = (workers.start(name, train_slowly) for name in "abc")
+        assert c.end() is None
+        assert max(a.end(), b.end()) < 60

@@ -16,6 +16,8 @@ CASES = {
     "a step, both are stopped or cut off": Case("ab", rounds=1, faults=(SUSPECT,), most=2),
     "two steps, one is stopped and comes again": Case("ab", rounds=2, faults=(SUSPECT,), again=True),
     "two steps, what one receives is spoilt": Case("ab", rounds=2, faults=(SPURIOUS,)),
+    "two steps, one ends, the others may meet as they compute": Case("ab", rounds=2, faults=(CRASH,), looks=True),
+    "two steps, one is cut off, and they may meet as they compute": Case("ab", rounds=2, faults=(SUSPECT,), looks=True),
     "a leave": Case("ab", rounds=2, faults=(LEAVE,)),
     "a leave, and a crash": Case("ab", rounds=1, faults=(LEAVE, CRASH), most=2),
     "a join": Case("ab", "c", rounds=2, faults=(CRASH,)),

@@ -101,3 +101,28 @@ def test_a_request_is_found_that_was_written_after_others_had_seen_its_number() 
     finally:
         coordinator.close()
         serving.join()
+
+
+def test_records_at_several_keys_are_read_at_once_where_all_are_there() -> None:
+    coordinator = gw.Coordinator("127.0.0.1:0")
+    serving = threading.Thread(target=coordinator.serve, daemon=True)
+    serving.start()
+    try:
+        board = Board("127.0.0.1", coordinator.port, coordinator.secret)
+        reports = {f"report/1/{letter}": EpochReport(1, letter * 16, 3, True) for letter in "abc"}
+        first, second, third = reports
+        board.put(first, reports[first])
+        assert board.get(second, EpochReport) is None
+        # To look for a record does not write one.
+        assert not board._do(lambda store: store.check([second]))
+        assert board.get_all(reports, EpochReport) == {}
+        assert board.get_all(reports, EpochReport, each=True) == {first: reports[first]}
+        board.put(second, reports[second])
+        board._do(lambda store: store.set(third, "from a stranger"))
+        assert board.get_all(reports, EpochReport) == {first: reports[first], second: reports[second]}
+        board.put(third, reports[third])
+        assert board.get_all(reports, EpochReport) == reports
+        assert board.get_all([], EpochReport) == {}
+    finally:
+        coordinator.close()
+        serving.join()

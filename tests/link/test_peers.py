@@ -328,7 +328,7 @@ class _Ranks(Group):
     def __init__(self, place: int, ranks: Sequence[int]) -> None:
         self.place, self.ranks, self.store = place, tuple(ranks), None
 
-    def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
         raise NotImplementedError
 
     def broadcast(self, row: torch.Tensor, source: int) -> None:

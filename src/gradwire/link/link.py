@@ -186,7 +186,7 @@ class Link(LinkState, LocalStepsUser):
         self.options = Options.of(options)
         self._parameters = named_parameters(parameters)
         check_parameters(self._parameters)
-        require(is_whole(count, 1), "lanes", f"at least 1 is needed, not {count!r}")
+        self._check_lanes()
         self._coders = CoderSelection()
         self._cost = CostKeeper(self.method, self.options.link_cost)
         self._exchanged, its_options = exchanged(self.method, self._parameters, self.options)
@@ -208,6 +208,9 @@ class Link(LinkState, LocalStepsUser):
         mine.told = self._coders.measure()
         mine.open_links = numbers_in_use(but=self)
         return count
+
+    def _check_lanes(self) -> None:
+        require(is_whole(self._asked[2], 1), "lanes", f"at least 1 is needed, not {self._asked[2]!r}")
 
     def _compares_values(self) -> bool:
         """Return whether all ranks must hold equal parameters when the link is opened."""

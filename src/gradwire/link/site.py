@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -146,6 +147,7 @@ class Site:
                 self.device,
                 self.placement.on_device,
                 self.checks,
+                partial(self.group.gloo, number),
                 self.group.key(f"lane {number}"),
             ),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -76,9 +75,18 @@ class Group(ABC):
         """Return the key of a purpose, which these ranks alone know; empty if their messages have no keyed digest."""
         return b""
 
+    def gloo(self, number: int, store: Any) -> Any:
+        """Return Gloo connections of the ranks (collective call).
+
+        Args:
+            number: Number of these connections among those of a link.
+            store: Store for these connections alone.
+        """
+        return dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout)
+
     @abstractmethod
-    def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        """Start to gather a tensor from each rank into ``rows``, without waiting."""
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        """Start to gather a tensor ``[n]`` from each rank into ``rows`` ``[ranks, n]``, without waiting."""
 
     @abstractmethod
     def broadcast(self, row: torch.Tensor, source: int) -> None:
@@ -120,7 +128,7 @@ class TorchGroup(Group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
         work: dist.Work = dist.all_gather(list(rows), own, group=self.torch, async_op=True)
         return work
 

@@ -165,12 +165,12 @@ def all_gather_tables(
     group = group_of(group)
     device, ranks, key = group.device, group.ranks, _next_key(group)
     own = _message(value, subject, group.rank, most_bytes, key)
-    told = [torch.empty(8, dtype=torch.uint8, device=device) for _ in ranks]
+    told = torch.empty(len(ranks), 8, dtype=torch.uint8, device=device)
     _gather(told, announce(torch.tensor([len(own)]))[0].to(device), group, wait)
     lengths = [_length(row, rank, most_bytes) for row, rank in zip(told, ranks)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(own)] = own
-    rows = [torch.empty(len(padded), dtype=torch.uint8, device=device) for _ in ranks]
+    rows = torch.empty(len(ranks), len(padded), dtype=torch.uint8, device=device)
     _gather(rows, padded.to(device), group, wait)
     return [_read(row[:length], subject, rank, read, key) for row, length, rank in zip(rows, lengths, ranks)]
 
@@ -181,7 +181,7 @@ def _next_key(group: Group) -> bytes:
     return group.key(f"table {group.tables}")
 
 
-def _gather(rows: list[torch.Tensor], own: torch.Tensor, group: Group, wait: Callable[[dist.Work], object]) -> None:
+def _gather(rows: torch.Tensor, own: torch.Tensor, group: Group, wait: Callable[[dist.Work], object]) -> None:
     work = group.all_gather(rows, own)
     if own.device.type == "cpu":
         wait(work)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -44,6 +44,9 @@ FRESH_S = 5.0
 """Time for which a request counts after its beat has changed."""
 
 MOST_ATTEMPTS = 100
+
+ABSENT = "-"
+"""What no sealed record is."""
 
 MOST_KEPT = 32
 """Number of records that a member writes again after the coordinator was started again."""
@@ -128,15 +131,13 @@ class Board:
         Connections are kept for later: all members need some at the same moment, and those beyond what the
         coordinator's machine accepts at once would be made after seconds.
         """
-
-        def found(store: Any) -> Any:
-            while self._spare:
-                kept = self._spare.pop()
-                if _answers(kept):
-                    return kept
-            return store.clone()
-
-        return dist.PrefixStore(prefix, self._do(found))
+        while True:
+            with self._lock:
+                kept = self._spare.pop() if self._spare else None
+            # Several threads ask at once: over a long link, no one waits for the answer that another gets.
+            if kept is None or _answers(kept):
+                break
+        return dist.PrefixStore(prefix, self._do(lambda store: store.clone()) if kept is None else kept)
 
     def take_back(self, store: Any) -> None:
         """Take back a connection of :meth:`lend` in which nobody waits any more."""
@@ -210,8 +211,32 @@ class Board:
         """Return the record at a key; None if there is none that verifies."""
         return self._do(lambda store: self._read(store, key, kind))
 
+    def get_all(self, keys: Collection[str], kind: type[R], *, each: bool = False) -> dict[str, R]:
+        """Return the records at keys if all of them have been written; without those that do not verify.
+
+        Over a long link this takes as long as the reading of two or three records.
+
+        Args:
+            each: Return those that have been written even if others have not.
+        """
+
+        def read(store: Any) -> dict[str, R]:
+            if not keys:
+                return {}
+            if store.check(list(keys)):
+                values = [bytes(value) for value in store.multi_get(list(keys))]
+                found = {key: self.seal.open(key, value, kind) for key, value in zip(keys, values)}
+            else:
+                found = {key: self._read(store, key, kind) for key in keys} if each else {}
+            return {key: record for key, record in found.items() if record is not None}
+
+        return self._do(read)
+
     def _read(self, store: Any, key: str, kind: type[R]) -> R | None:
-        return self.seal.open(key, bytes(store.get(key)), kind) if store.check([key]) else None
+        # The store answers a comparison at once: with the value that is there, or else with the one expected. To ask
+        # whether there is one and then for it, as `get` waits for it first, would be three round trips.
+        value = bytes(store.compare_set(key, ABSENT, ABSENT))
+        return None if value == ABSENT.encode() else self.seal.open(key, value, kind)
 
     def propose(self, key: str, epoch: Epoch) -> Epoch:
         """Write an epoch unless one is there, and return the one that is there then.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ LINGER_S = 1.0
 
 LOOK_S = 0.25
 """Time between two looks for members that are gone, for an epoch that others have begun, and for requests."""
+
+LATE_S = 0.5
+"""Time after which members look whether one that has not come has left."""
 
 GIVE_UP_S = 1.0
 """Time that a message has to end after the connections were broken. Gloo forgets one of which a part was sent or
@@ -61,6 +64,8 @@ class EpochGroup(Group):
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
         self._backend: Any = None
+        self._spare: dict[int, Any] = {}
+        self._began_s = time.monotonic()
         self._parted_s: float | None = None
         self._begun: dist.Work | None = None
         self.watch: Watch | None = None
@@ -76,18 +81,27 @@ class EpochGroup(Group):
     def take_back(self, store: Any) -> None:
         self._board.take_back(store)
 
-    def connect(self) -> None:
+    def connect(self, lanes: int) -> None:
         """Connect the members (collective call).
+
+        Args:
+            lanes: Number of the lanes that a link opens next. Their connections are made at the same time as these:
+                over a long link, one set of them takes as long as ten and more messages.
 
         Raises:
             ExchangeError: a member is gone.
         """
         if self.world_size > 1:
-            (made,) = self.circle.connected("the connections of an epoch", self._made)
-            self._backend = made.backend
+            makes = [partial(self._made, number) for number in range(1 + lanes)]
+            own, *spare = self.circle.connected("the connections of an epoch", *makes)
+            self._backend, self._spare = own.backend, {number: made.backend for number, made in enumerate(spare)}
 
-    def _made(self, store: Any) -> _Backend:
-        return _Backend(dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout))
+    def _made(self, number: int, store: Any) -> _Backend:
+        return _Backend(super().gloo(number, dist.PrefixStore(f"{number}", store)))
+
+    def gloo(self, number: int, store: Any) -> Any:
+        made = self._spare.pop(number, None)
+        return super().gloo(number, store) if made is None else made
 
     def key(self, purpose: str) -> bytes:
         return digest_of(purpose.encode(), self._key) if self._key else b""
@@ -116,8 +130,20 @@ class EpochGroup(Group):
         ranks = () if self.watch is None else self.watch.vanished(self.ranks)
         return frozenset(self.epoch.members[rank].id for rank in ranks)
 
-    def all_gather(self, rows: Sequence[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        self._begun = self._backend.allgather([list(rows)], [own])
+    def absent(self) -> tuple[str, ...]:
+        """Return the ids of members that have not come within :data:`LATE_S`."""
+        if self.watch is None or time.monotonic() - self._began_s < LATE_S:
+            return ()
+        return tuple(self.epoch.members[rank].id for rank in self.watch.absent(self.ranks))
+
+    def count_out(self, id: str) -> None:
+        """Count a member as gone."""
+        if self.watch is not None:
+            self.watch.count_out(self.epoch.ids().index(id), "left before it came")
+
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        # Gloo's own gather goes round a ring, with the network's delay for each member.
+        self._begun = self._backend.alltoall_base(rows.view(-1), own.repeat(self.world_size), [], [])
         return self._begun
 
     def broadcast(self, row: torch.Tensor, source: int) -> None:
@@ -125,29 +151,30 @@ class EpochGroup(Group):
         options.rootRank, options.rootTensor = source, 0
         self._finish(self._backend.broadcast([row], options))
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor in main memory to one member, and wait until it has left.
+    def send(self, to: int, *tensors: torch.Tensor) -> None:
+        """Send tensors in main memory to one member, all at once, and wait until they have left.
 
         Raises:
             RuntimeError: the connection broke.
         """
-        self._finish(self._backend.send([tensor], to, 0))
+        self._finish(*(self._backend.send([tensor], to, tag) for tag, tensor in enumerate(tensors)))
 
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive a tensor from one member.
+    def receive(self, source: int, *tensors: torch.Tensor) -> None:
+        """Receive as many tensors from one member as it sends at once.
 
         Raises:
             RuntimeError: the connection broke.
         """
-        self._finish(self._backend.recv([tensor], source, 0))
+        self._finish(*(self._backend.recv([tensor], source, tag) for tag, tensor in enumerate(tensors)))
 
-    def _finish(self, work: dist.Work) -> None:
-        """Wait for a message, by a thread that is given up where the message never ends."""
+    def _finish(self, *works: dist.Work) -> None:
+        """Wait for messages, by a thread that is given up where one never ends."""
         ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
         def wait() -> None:
             try:
-                work.wait()
+                for work in works:
+                    work.wait()
             except RuntimeError as error:
                 ended.put(str(error))
             else:
@@ -179,6 +206,7 @@ class EpochGroup(Group):
         if self._begun is not None and not self._begun.is_completed():
             self.abort()
         self._backend = self._begun = None
+        self._spare.clear()
 
 
 class _Backend:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,11 +23,10 @@ from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
 from gradwire.link.membership import steps as p
 from gradwire.link.membership.epoch_group import LOOK_S
-from gradwire.link.membership.epoch_link import keep_watch
 from gradwire.link.membership.method_rules import refusal
 from gradwire.link.membership.party import COUNTED, Party
 from gradwire.link.membership.records import Epoch, EpochReport, Request, text_of
-from gradwire.link.membership.store_steps import StoreSteps
+from gradwire.link.membership.watching_link import WatchingLink
 from gradwire.link.parameters import named_parameters
 from gradwire.link.round import Mean
 from gradwire.link.site import warm_up
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class MembershipLink(StoreSteps):
+class MembershipLink(WatchingLink):
     """A :class:`Link` over a membership; ``gradwire.Link(..., group=membership)`` makes one.
 
     It runs the protocol of :mod:`gradwire.link.membership.protocol`: a round is repeated by those who are left when
@@ -78,10 +75,9 @@ class MembershipLink(StoreSteps):
         warm_up(self.method, self.options.backend)
         self._lock = group.lock
         self._epoch_group = self._broken_s = None
-        self._opened = self._in_flight = self._held = self._applied = False
+        self._opened = self._in_flight = self._held = False
         self._heed_steps()
         self._of: Epoch | None = None
-        self._problem: Exception | None = None
         self._starting: Callable[[], Iterable[tuple[Any, Mean]]] = tuple
         self._means: list[tuple[Any, torch.Tensor]] = []
         self._before, self._asked_s = (0, 0, 0), (-LOOK_S, ())
@@ -90,29 +86,15 @@ class MembershipLink(StoreSteps):
     def _enter(self) -> None:
         """Become a member, and watch the others."""
         self._warm_up_state()
-        self._keeper = threading.Thread(
-            target=keep_watch, args=(weakref.WeakMethod(self._watch_over),), name="gradwire membership", daemon=True
-        )
         with self._lock:
             # A member that takes this one in may be stopped meanwhile.
-            self._keeper.start()
+            self._watch()
             self._come_in()
-
-    def _heed_steps(self) -> None:
-        """Note when the optimizer has applied a round."""
-        if self.optimizer is None or self.method.traits.local_steps:
-            return
-        held = weakref.ref(self)
-
-        def stepped(*_: object) -> None:
-            if (link := held()) is not None:
-                link._applied = True
-
-        weakref.finalize(self, self.optimizer.register_step_post_hook(stepped).remove)
 
     def _checked(self) -> str:
         """Check what the user asked for; return the digest of what all members must have in common."""
         parameters, method, count, options = self._asked
+        self._check_lanes()
         self.method, self.options = read_method(method), Options.of(options)
         named, reason = named_parameters(parameters), refusal(self.method)
         if self.options.fallback is not None:
@@ -162,17 +144,6 @@ class MembershipLink(StoreSteps):
             except p.StateLost:
                 raise self._lost_state() from None
 
-    def settle(self) -> None:
-        """Agree with the others on who is there, if that has changed; call it before samples are drawn for a round."""
-        with self._lock:
-            self._look()
-            if self._applied and not self._problem:
-                # A worker that is taken in now computes its gradient while the others compute theirs.
-                try:
-                    self._run(self._seat.change())
-                except Exception as problem:  # raised in the next round
-                    self._problem = problem
-
     def diagnostics(self) -> dict[str, Any]:
         epoch = self._seat.epoch
         found = super().diagnostics()
@@ -189,9 +160,8 @@ class MembershipLink(StoreSteps):
             self._stop_serving()
             seat = self._seat
             if seat.epoch is not None and not seat.left:
-                seat.leaving = seat.left = True
-                report = seat.report()
-                self._party.board.put(p.report_key(report.number, report.id), report)
+                for report in seat.part():
+                    self._party.board.put(p.report_key(report.number, report.id), report)
             self._hang_up("left the training")
 
     def _refuse_after_the_end(self) -> None:
@@ -234,44 +204,6 @@ class MembershipLink(StoreSteps):
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
-
-    # ------------------------------------------------------------------ the thread that watches
-
-    def _look(self) -> None:
-        """Break off a round with members that are gone; between two rounds, agree with the others on who is there."""
-        group = self._epoch_group
-        if group is None:
-            return
-        # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
-        lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
-        if not self._lock.acquire(blocking=False):
-            if lost:
-                self._abort()
-            return
-        try:
-            seat = self._seat
-            if seat.epoch is None or seat.left or self._problem or group is not self._epoch_group:
-                return
-            try:
-                following = self._party.board.get(p.epoch_key(seat.epoch.number + 1), Epoch)
-                if following is not None:
-                    self._run(seat.follow(following))
-                elif lost:
-                    self._run(seat.recover())
-                elif seat.epoch.members[0].id == seat.me.id:
-                    # A request counts from the second look on: the round's vote must not be the first.
-                    self._requests()
-                self._be_seen()
-            except Exception as problem:  # raised in the thread of the training
-                self._problem = problem
-        finally:
-            self._lock.release()
-
-    def _be_seen(self) -> None:
-        """Let the members of an epoch that has not met yet see that this one is alive, long before its next round."""
-        group, epoch = self._epoch_group, self._seat.epoch
-        if epoch is not None and not self._seat.left and (group is None or group.epoch.number != epoch.number):
-            self._epoch_group = self._group_of(epoch)
 
     # ------------------------------------------------------------------ the protocol's steps
 
@@ -369,7 +301,7 @@ class MembershipLink(StoreSteps):
         if self._opened and self._of is not None and self._of.ids() != epoch.ids():
             of_other_ranks(self._runtime.memory)
         try:
-            group.connect()
+            group.connect(self._asked[2])
             state = self._pass_state(group, epoch)
             if state is not None:
                 self._take_values(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -60,8 +61,10 @@ class PassingLink(EpochLink):
             return receive_state(group, source, key)
         if group.place == source and epoch.new:
             state = self._state_for_others()
-            for id in epoch.new:
-                send_state(group, epoch.ids().index(id), state, key)
+            with ThreadPoolExecutor(len(epoch.new)) as pool:
+                sent = [pool.submit(send_state, group, epoch.ids().index(id), state, key) for id in epoch.new]
+            for one in sent:
+                one.result()
         return None
 
     def _key(self, epoch: Epoch) -> bytes:

@@ -196,8 +196,7 @@ class Seat:
             StateLost: no member with the state is left.
         """
         yield from self.change()
-        if not self._has_met:
-            yield from self._meet()
+        yield from self.meet()
         wanted = self.rounds + 1
         while True:
             words: tuple[Word, ...] | None = None
@@ -213,6 +212,20 @@ class Seat:
             if self.rounds == wanted:
                 # Others have counted the round and may have applied it: this member meets them when it has, too.
                 return
+            yield from self._meet()
+
+    @property
+    def has_met(self) -> bool:
+        """True once all members of the epoch have met."""
+        return self._has_met
+
+    def meet(self) -> Steps[None]:
+        """Between two rounds, meet the members of the epoch, if they have not met.
+
+        Raises:
+            LeftOut, StateLost: as :meth:`round`.
+        """
+        if not self._has_met:
             yield from self._meet()
 
     def recover(self) -> Steps[None]:
@@ -354,6 +367,15 @@ class Seat:
                 self.holds, self.rounds, self.held, self._has_met = True, epoch.round, epoch.round, True
                 return
             yield from self._recover(missed)
+
+    def part(self) -> tuple[EpochReport, ...]:
+        """Leave between two rounds, without the others; return what they have to know.
+
+        If the last round's votes have announced the next epoch, it has this member, which never comes to it.
+        """
+        announced, self.leaving, self.left = self._changes is not None, True, True
+        report = self.report()
+        return (report, replace(report, number=report.number + 1, met=False)) if announced else (report,)
 
     def report(self, missed: tuple[str, ...] = ()) -> EpochReport:
         """Return this member's report about the end of its epoch."""

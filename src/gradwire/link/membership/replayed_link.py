@@ -68,7 +68,7 @@ class InProcessGroup(EpochGroup):
         self.watch = None
         self.circle = Circle(self)
 
-    def connect(self) -> None:
+    def connect(self, lanes: int) -> None:
         """Do nothing: threads of one process are connected."""
 
     def abort(self) -> None:

@@ -233,10 +233,10 @@ class ServingLink(PassingLink):
             told = f"{server.host} {server.port}".encode().ljust(ADDRESS_BYTES)
             newcomers = [place for place, id in enumerate(places) if id in new]
             for place in newcomers:
-                group.send(torch.frombuffer(bytearray(told), dtype=torch.uint8), place)
+                group.send(place, torch.frombuffer(bytearray(told), dtype=torch.uint8))
             for place in newcomers:
                 # It has all that it needs: the state may change.
-                group.receive(torch.empty(1, dtype=torch.uint8), place)
+                group.receive(place, torch.empty(1, dtype=torch.uint8))
         finally:
             server.close()
         return None
@@ -245,7 +245,7 @@ class ServingLink(PassingLink):
         addresses = []
         for place in members:
             told = torch.empty(ADDRESS_BYTES, dtype=torch.uint8)
-            group.receive(told, place)
+            group.receive(place, told)
             host, _, port = told.numpy().tobytes().decode("ascii", "replace").strip().partition(" ")
             if not (port.isascii() and port.isdecimal()):
                 raise PayloadError("what a member sent is not the address of its state")
@@ -258,7 +258,7 @@ class ServingLink(PassingLink):
             have = Snapshot.of(parts, copied=False).digests(key)
         found = self._fetched(addresses, have=have, kept=self._brought if self._own_parts() else None)
         for place in members:
-            group.send(torch.ones(1, dtype=torch.uint8), place)
+            group.send(place, torch.ones(1, dtype=torch.uint8))
         # If the members do not all meet now, it begins with this.
         return found.state()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gradwire.errors import ExchangeError
 from gradwire.link.failures import WarnOnce
-from gradwire.link.membership.epoch_group import LOOK_S
+from gradwire.link.membership.epoch_group import LOOK_S, EpochGroup
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request
 from gradwire.link.membership.serving_link import ServingLink
 from gradwire.link.membership.steps import FIRST, epoch_key, report_key
@@ -30,18 +30,28 @@ class StoreSteps(ServingLink):
     def _collect(self, keys: Sequence[str]) -> tuple[EpochReport, ...]:
         board, grace_s, epoch = self._party.board, self._party.grace_s, self._seat.current
         began_s, following = time.monotonic(), epoch_key(epoch.number + 1)
-        alive = set(keys) - {report_key(epoch.number, id) for id in self._vanished}
+        silent = [key for key in keys if key in {report_key(epoch.number, id) for id in self._vanished}]
+        alive = [key for key in keys if key not in silent]
         found: dict[str, EpochReport] = {}
         while len(found) < len(keys) and board.get(following, Epoch) is None:
-            for key in keys:
-                report = None if key in found else board.get(key, EpochReport)
-                if report is not None:
-                    found[key] = report
-            waits_s = min(grace_s, VANISHED_S) if alive <= found.keys() else grace_s
-            if time.monotonic() - began_s > waits_s:
+            waits_s = min(grace_s, VANISHED_S) if found.keys() >= set(alive) else grace_s
+            is_last = time.monotonic() - began_s > waits_s
+            for some in (alive, silent):
+                found |= board.get_all([key for key in some if key not in found], EpochReport, each=is_last)
+            if is_last:
                 break
             time.sleep(POLL_S)
         return tuple(found.values())
+
+    def _is_deserted(self, group: EpochGroup) -> bool:
+        """Return whether a member of an epoch that others meet has left instead of coming to it."""
+        epoch = group.epoch
+        absent = () if self._linked is group else group.absent()
+        found = self._party.board.get_all([report_key(epoch.number, id) for id in absent], EpochReport, each=True)
+        left = [report.id for report in found.values() if report.leaving]
+        for id in left:
+            group.count_out(id)
+        return bool(left)
 
     def _awaited(self, key: str) -> Epoch | None:
         group = self._epoch_group

@@ -100,13 +100,10 @@ def send_state(group: EpochGroup, to: int, state: Any, key: bytes) -> None:
     message = torch.frombuffer(bytearray(encode([value, rows], SUBJECT, group.rank)), dtype=torch.uint8)
     if len(message) > MOST_BYTES:
         raise IncompatibleError(f"the table of a member's state takes {len(message)} bytes, more than {MOST_BYTES}")
-    group.send(announce(torch.tensor([len(message)]))[0], to)
-    group.send(message, to)
-    seal = hmac.digest(key, message.numpy().tobytes(), "sha256")
-    group.send(torch.frombuffer(bytearray(seal), dtype=torch.uint8), to)
-    for body in bodies:
-        if len(body):
-            group.send(body, to)
+    seal = torch.frombuffer(bytearray(hmac.digest(key, message.numpy().tobytes(), "sha256")), dtype=torch.uint8)
+    group.send(to, announce(torch.tensor([len(message)]))[0])
+    group.send(to, message, seal)
+    group.send(to, *(body for body in bodies if len(body)))
 
 
 def receive_state(group: EpochGroup, source: int, key: bytes) -> Any:
@@ -118,11 +115,10 @@ def receive_state(group: EpochGroup, source: int, key: bytes) -> Any:
     """
     rank = group.ranks[source]
     told = torch.empty(8, dtype=torch.uint8)
-    group.receive(told, source)
+    group.receive(source, told)
     message = torch.empty(int(announced(told.view(1, 8), -1, MOST_BYTES, first=rank)[0]), dtype=torch.uint8)
-    group.receive(message, source)
     seal = torch.empty(hashlib.sha256().digest_size, dtype=torch.uint8)
-    group.receive(seal, source)
+    group.receive(source, message, seal)
     text = message.numpy().tobytes()
     if not hmac.compare_digest(seal.numpy().tobytes(), hmac.digest(key, text, "sha256")):
         raise PayloadError(f"the state from rank {rank} does not verify under the secret")
@@ -130,10 +126,9 @@ def receive_state(group: EpochGroup, source: int, key: bytes) -> Any:
         table: Any = decode(text, SUBJECT, rank)
         value, rows = table
         tensors = [room(*row[:2]) for row in _listed(rows)]
-        for number, (tensor, row) in enumerate(zip(tensors, rows)):
-            body = tensor.reshape(-1).view(torch.uint8)
-            if len(body):
-                group.receive(body, source)
+        bodies = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        group.receive(source, *(body for body in bodies if len(body)))
+        for number, (body, row) in enumerate(zip(bodies, rows)):
             if not hmac.compare_digest(_digest(key, number, body), row[2]):
                 raise PayloadError(f"tensor {number} of the state from rank {rank} changed on the way")
         return restored(value, tensors)

@@ -282,6 +282,8 @@ def _fulfil(tasks: Sequence[tuple[Future[C], Callable[[Any], C]]], prefix: str, 
     try:
         # A wait blocks the store for all other threads. If its host has ended, the backend keeps retrying on the copy.
         store = group.lend_store()
+        # Gloo waits in it for all ranks at once.
+        store.set_timeout(group.timeout)
         for number, (made, make) in enumerate(tasks, 1):
             found = make(dist.PrefixStore(prefix, store))
             if number == len(tasks):

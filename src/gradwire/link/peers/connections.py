@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -170,15 +170,13 @@ class Connections:
                 if not sought:
                     self._seeking = False
                     return
-            for rank in sought:
-                try:
-                    found = bytes(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else None
-                except (RuntimeError, dist.DistError):
-                    # Ranks that start from now on cannot be found any more.
-                    self._storeless()
-                    return
-                if found is None:
-                    continue
+            try:
+                addresses = self._addresses(sought)
+            except (RuntimeError, dist.DistError):
+                # Ranks that start from now on cannot be found any more.
+                self._storeless()
+                return
+            for rank, found in addresses.items():
                 line = self._connect(rank, found, min(FIRST_TRY_S * 2 ** tries.get(rank, 0), HANDSHAKE_S))
                 tries[rank] = tries.get(rank, 0) + 1
                 if line is not None:
@@ -189,6 +187,17 @@ class Connections:
                         self._waker.send(b"x")
             self._closed.wait(pause_s)
             pause_s = min(1.5 * pause_s, 1.0)
+
+    def _addresses(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        """Return the addresses of those ranks that have written theirs, by few questions to the store.
+
+        Raises:
+            RuntimeError, DistError: the store is gone.
+        """
+        keys = {rank: _key(rank) for rank in ranks}
+        if len(ranks) > 1 and self._store.check(list(keys.values())) and self._store.has_extended_api():
+            return dict(zip(keys, map(bytes, self._store.multi_get(list(keys.values())))))
+        return {rank: bytes(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     def _connect(self, rank: int, found: bytes, patience_s: float) -> _Line | None:
         """Return a connection to a lower rank; None if it cannot be reached now, or not within a time."""

@@ -193,6 +193,16 @@ class Watch:
                     found[rank] = now_s - heard_s
         return found
 
+    def absent(self, ranks: Iterable[int]) -> list[int]:
+        """Return which ranks have not connected yet, and have not ended either."""
+        with self.changed:
+            known = {rank: self._standings[rank] for rank in sorted(set(ranks) & set(self._standings))}
+            return [rank for rank, found in known.items() if found.heard_s is None and found.ended_s is None]
+
+    def count_out(self, rank: int, why: str) -> None:
+        """Count a rank as ended: somebody has learnt it elsewhere."""
+        self._ended(rank, why)
+
     def look_around(self, now_s: float) -> list[int]:
         """Warn once about each rank without a sign of life; return the ranks of new warnings.
 

@@ -86,19 +86,22 @@ def device_of(device: torch.device) -> Device:
     return HostDevice() if device.type == "cpu" else CudaDevice(device)
 
 
-def connector(transport: str, device: Device, on_device: bool, checks: Checks, key: bytes = b"") -> Connect:
+def connector(
+    transport: str, device: Device, on_device: bool, checks: Checks, gloo: Callable[[Any], Any], key: bytes = b""
+) -> Connect:
     """Return a function that connects ranks by a transport.
 
     Args:
         on_device: See :func:`choose_transport`.
         checks: Takes the results of checks of values that are reduced on a device.
+        gloo: Called with a store, returns Gloo connections of the ranks, for payloads in main memory.
         key: Key of the messages; see :class:`gradwire.exchange.drivers.transports.notes.Notes`. Empty: they have none.
 
     Raises:
         IncompatibleError: there is a key, and the transport has no digests.
     """
     if transport == "gloo" or not on_device:
-        return partial(GlooTransport, key=key) if key else GlooTransport
+        return partial(GlooTransport, key=key, connected=gloo)
     if key:
         raise IncompatibleError(f"transport={transport!r} has no keyed digests: payloads in main memory have")
     return partial(_over_nccl, device, checks) if transport == "nccl" else partial(_staged, device)

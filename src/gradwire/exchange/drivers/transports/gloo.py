@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+import os
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -19,6 +20,9 @@ from gradwire.exchange.drivers.transports.notes import TO_ALL, Notes
 from gradwire.exchange.drivers.transports.receives import MOST_TAGS, Receives, Slot
 from gradwire.exchange.drivers.transports.ring import ring_combined, ring_shares
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
+
+# Without it, Gloo asks the store for the address of one rank after the other, with three round trips for each.
+os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 
 NEVER_SENT = MOST_TAGS - 1
 """Tag of a message that no rank sends."""
@@ -74,10 +78,21 @@ class GlooTransport(Transport):
         timeout: Timeout of each collective.
         key: See :class:`gradwire.exchange.drivers.transports.notes.Notes`. With a key, reductions are made of messages
             that carry digests, in the order and with the bits of Gloo's own.
+        connected: Called with the store, returns connections of these ranks; by default they are made here.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta, key: bytes = b"") -> None:
-        self._backend: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        key: bytes = b"",
+        connected: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._backend: Any = (
+            dist.ProcessGroupGloo(store, rank, world_size, timeout) if connected is None else connected(store)
+        )
         self.rank, self.world_size = rank, world_size
         self._notes = Notes(rank, key)
         self.keyed_bytes = self._notes.keyed_bytes

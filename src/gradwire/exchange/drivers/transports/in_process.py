@@ -178,13 +178,15 @@ class InProcessBackend:
         """Receive a tensor from one rank."""
         return _Arrivals(self._meetings, [(self._ask((source, self._rank, tag)), tensor) for tensor in tensors])
 
-    def allgather(self, rows: Sequence[Sequence[torch.Tensor]], own: Sequence[torch.Tensor]) -> _Arrivals:
-        """Gather a tensor from each rank."""
+    def alltoall_base(
+        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> _Arrivals:
+        """Send an equal part of a tensor to each rank, and receive one from each; sizes are not looked at."""
         ranks = range(self._meetings.world_size)
-        for to in ranks:
-            self._put((self._rank, to, "gather"), own[0])
-        asked = [(self._ask((source, self._rank, "gather")), rows[0][source]) for source in ranks]
-        return _Arrivals(self._meetings, asked)
+        for to, part in zip(ranks, sent.chunk(len(ranks))):
+            self._put((self._rank, to, "all to all"), part)
+        parts = zip(ranks, received.chunk(len(ranks)))
+        return _Arrivals(self._meetings, [(self._ask((s, self._rank, "all to all")), part) for s, part in parts])
 
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> _Arrivals:
         """Replace a tensor by that of one rank."""

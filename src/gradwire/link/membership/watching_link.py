@@ -1,0 +1,120 @@
+"""What a link over a membership does by itself while its worker computes: it watches the others, and meets them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import abstractmethod
+
+from gradwire.link.membership import steps as p
+from gradwire.link.membership.epoch_link import keep_watch
+from gradwire.link.membership.records import Epoch
+from gradwire.link.membership.store_steps import StoreSteps
+
+
+class WatchingLink(StoreSteps):
+    """Has a thread that looks for what has changed, between two rounds and in them."""
+
+    _lock: threading.RLock
+    """Held while the protocol runs."""
+    _problem: Exception | None = None
+    """What went wrong in a thread of the link; raised in the thread of the training."""
+    _applied: bool = False
+    """True from a step of the optimizer until the next round."""
+    _meeting: threading.Thread | None = None
+
+    @abstractmethod
+    def _run(self, steps: p.Steps[None]) -> None:
+        """Run steps of the protocol."""
+
+    def _watch(self) -> None:
+        """Watch the others, as long as the link exists."""
+        look = weakref.WeakMethod(self._watch_over)
+        threading.Thread(target=keep_watch, args=(look,), name="gradwire membership", daemon=True).start()
+
+    def _heed_steps(self) -> None:
+        """Note when the optimizer has applied a round."""
+        if self.optimizer is None or self.method.traits.local_steps:
+            return
+        held = weakref.ref(self)
+
+        def stepped(*_: object) -> None:
+            if (link := held()) is not None:
+                link._applied = True
+
+        weakref.finalize(self, self.optimizer.register_step_post_hook(stepped).remove)
+
+    def settle(self) -> None:
+        """Agree with the others on who is there, if that has changed; call it before samples are drawn for a round."""
+        with self._lock:
+            self._look()
+            if self._applied and not self._problem:
+                # A worker that is taken in now computes its gradient while the others compute theirs.
+                try:
+                    self._run(self._seat.change())
+                except Exception as problem:  # raised in the next round
+                    self._problem = problem
+
+    def _look(self) -> None:
+        """Break off a round with members that are gone; between two rounds, agree with the others on who is there."""
+        group = self._epoch_group
+        if group is None:
+            return
+        # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
+        lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
+        if not self._lock.acquire(blocking=False):
+            if lost or self._is_deserted(group):
+                self._abort()
+            return
+        try:
+            seat = self._seat
+            if seat.epoch is None or seat.left or self._problem or group is not self._epoch_group:
+                return
+            try:
+                following = self._party.board.get(p.epoch_key(seat.epoch.number + 1), Epoch)
+                if following is not None:
+                    self._run(seat.follow(following))
+                elif lost:
+                    self._run(seat.recover())
+                elif seat.epoch.members[0].id == seat.me.id:
+                    # A request counts from the second look on: the round's vote must not be the first.
+                    self._requests()
+                self._be_seen()
+            except Exception as problem:  # raised in the thread of the training
+                self._problem = problem
+            else:
+                self._meet_early()
+        finally:
+            self._lock.release()
+
+    def _be_seen(self) -> None:
+        """Let the members of an epoch that has not met yet see that this one is alive, long before its next round."""
+        group, epoch = self._epoch_group, self._seat.epoch
+        if epoch is not None and not self._seat.left and (group is None or group.epoch.number != epoch.number):
+            self._epoch_group = self._group_of(epoch)
+
+    def _meet_early(self) -> None:
+        """Meet the others while this worker computes, by a thread of its own: the one that watches may end that.
+
+        Not where somebody is new, who waits for state, and not before all have applied the last round: members compare
+        their parameters when they meet.
+        """
+        epoch, thread = self._seat.epoch, self._meeting
+        if self._seat.has_met or epoch is None or epoch.new or not self._rests() or (thread and thread.is_alive()):
+            return
+        self._meeting = threading.Thread(target=self._meet_now, args=(epoch,), name="gradwire meets", daemon=True)
+        self._meeting.start()
+
+    def _rests(self) -> bool:
+        """Return whether the parameters are those after the last round, until the next one."""
+        return bool(self.method.traits.local_steps) or self._applied
+
+    def _meet_now(self, epoch: Epoch) -> None:
+        with self._lock:
+            # The round may have begun meanwhile.
+            if self._seat.epoch is not epoch or self._seat.left or self._problem or not self._rests():
+                return
+            try:
+                self._run(self._seat.meet())
+            except Exception as problem:  # raised in the thread of the training
+                self._problem = problem
