@@ -115,14 +115,14 @@ def main() -> int:
     methods = given.method or METHODS
     preload(methods)
     rows = earlier(given.json, "rows")
-    known = {(row["method"], row["seed"], row.get("lab", "")) for row in rows}
+    known = {(row["method"], row["seed"], row["lab"], row["silence_s"]) for row in rows}
     with contextlib.ExitStack() as stack:
         emulated = None
         if given.lab:
             topology = Topology.parse(f"hosts={given.replicas + 1},{given.lab}")
             emulated = stack.enter_context(open_network(topology))
         for seed, spec in itertools.product(given.seeds, methods):
-            if (spec, seed, given.lab or "") in known:
+            if (spec, seed, given.lab or "", given.silence_s) in known:
                 continue
             steps = getattr(gw.method(spec), "every", 1)
             rows = append(given.json, tried(MEMBERS, spec, given, seed, steps=steps, network=emulated))
