@@ -33,8 +33,10 @@ MEMBERS = """## Workers that come and go
 `python benchmarks/trials/membership.py`: {replicas} replicas on one machine train a small network over a
 [membership](membership.md), first undisturbed, then with a fault each {every_s:g} s: SIGKILL, SIGSTOP for {stop_s:g} s, all
 connections of one replica cut, leaving by its own word, and one flipped bit in what it receives, in turn. What ends is started
-anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step. The trials
-of three methods, and of torchft below, ran at once: 40 replicas on two cores, half of whose time was idle. `silence_s` is {silence_s:g}.
+anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step. Trials with a
+`silence_s` of 2 ran at once with those of torchft below: 40 replicas on two cores, half of whose time was idle. Those with a `silence_s` of 1
+are later, of members that meet in fewer round trips, and ran two at a time, with nothing else: terngrad beside DiLoCo, PowerSGD beside terngrad
+in the emulated network.
 
 - Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all the time. So it
   includes what a replica that is away does not compute.
@@ -42,9 +44,16 @@ of three methods, and of torchft below, ran at once: 40 replicas on two cores, h
   until its successor ran. *Of those present* is the throughput as a share of what was left.
 - A replica is in again when it has taken a round, counted from the start of its process, or from SIGCONT.
 - Digests are those of the parameters after a round, of one replica beside another.
+- *Load* is the system's average of the last 15 minutes at the end: processes that run or wait for one of the two cores.
 
-A run with an emulated network (`--lab`, as root) has each replica on a host of its own, SIGSTOP for 8 s and `silence_s` of 3. That below is
-older, and was made while others used the machine."""
+A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own."""
+
+MEMBERS_LOSS = """### Loss under changes
+
+`python benchmarks/trials/membership_loss.py`: {workers} workers train a byte-level network on the standard library's source by AdamW, {steps} steps
+each if undisturbed, over {seeds} seeds. They are replayed: the real link and protocol, with the bits of real processes under the same
+trace. In disturbed trainings, in turn, a worker is lost and a new one comes, one is left out and comes again, or one leaves and a new one comes.
+Each training ends with the round in which as many samples have counted. The loss is that on held-out text: mean, and range over seeds."""
 
 PEERS = """### Beside torchft and hivemind
 
@@ -139,6 +148,7 @@ def page() -> str | None:
         for part in (
             _kills(),
             _members(),
+            _members_loss(),
             _peers(),
             _arrivals(),
             _links(),
@@ -210,13 +220,13 @@ def _members() -> list[str]:
     found = result("trials/trials_membership")
     if found is None:
         return []
-    rows = sorted(found["rows"], key=lambda row: bool(row["lab"]))
+    rows = sorted(found["rows"], key=lambda row: (bool(row["lab"]), row["silence_s"]))
     table = [
         (
             f"`{row['method']}`",
             f"{row['seconds'] / 60:.0f}",
             row["lab"] or "none",
-            f"{row['every_s']:g}",
+            f"{row['silence_s']:g}",
             row["faults"],
             row["rounds"],
             f"{100 * row['throughput_kept']:.1f}",
@@ -227,12 +237,29 @@ def _members() -> list[str]:
             f"{row['rejoin_s_median']:.1f} / {row['rejoin_s_longest']:.1f}",
             f"{row['rounds_with_differing_digests']} of {row['digests_compared']}",
             row["hangs"],
+            row["load"],
         )
         for row in rows
     ]
-    head = ("method", "minutes", "emulated network", "a fault each, s", "faults", "rounds", "throughput kept, %", "away, %", "of those present, %", "rounds kept, %", "longest pause, s",
-            "in again, median / longest, s", "digests that differ", "hangs")  # fmt: skip
+    head = ("method", "minutes", "emulated network", "`silence_s`", "faults", "rounds", "throughput kept, %", "away, %", "of those present, %", "rounds kept, %", "longest pause, s",
+            "in again, median / longest, s", "digests that differ", "hangs", "load")  # fmt: skip
     return [MEMBERS.format(**rows[0]), "", _where(found), "", *_table(head, table)]
+
+
+def _members_loss() -> list[str]:
+    found = result("trials/membership_loss")
+    if found is None:
+        return []
+    table = []
+    for method, rows in _grouped(found["rows"], "method").items():
+        cells: list[object] = [f"`{method}`", max(row["changes"] for row in rows)]
+        for disturbed in (False, True):
+            losses = [row["loss"] for row in rows if row["disturbed"] is disturbed]
+            cells.append(f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})")
+        table.append(cells)
+    seeds = len({row["seed"] for row in found["rows"]})
+    head = ("method", "changes", "loss, undisturbed", "loss, disturbed")
+    return [MEMBERS_LOSS.format(seeds=seeds, **found), "", _where(found), "", *_table(head, table)]
 
 
 def _peers() -> list[str]:
@@ -242,7 +269,8 @@ def _peers() -> list[str]:
     settings = {name: value for row in found["rows"] for name, value in row["settings"].items()}
     tried = any(row["system"].startswith("hivemind") for row in found["rows"])
     text = PEERS.format(timeout_s=settings.get("manager_timeout_s", math.nan), hivemind=HIVEMIND if tried else UNTRIED)
-    alike = [row for row in ours["rows"] if not row["lab"]]
+    # Those that were as impatient as the peers, and ran at the same time.
+    alike = [row for row in ours["rows"] if not row["lab"] and row["silence_s"] == found["rows"][0]["silence_s"]]
     table = [
         (
             row.get("system", f"gradwire {ours['versions']['gradwire']}"),

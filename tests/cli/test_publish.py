@@ -17,6 +17,7 @@ from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 from gradwire.tools.cli.app import app
+from gradwire.tools.cli.publish_commands import FollowedFolder
 
 
 def call(*words: object) -> Result:
@@ -100,6 +101,25 @@ def test_a_file_that_is_written_over_counts_its_steps(tmp_path: Path) -> None:
     save(source, 0)
     assert json.loads(call("publish", "--from", source, "--to", place, "--json").stdout)[0]["step"] == 0
     assert json.loads(call("publish", "--from", source, "--to", place, "--json").stdout) == []
+
+
+def test_a_file_that_is_being_written_over_is_not_published(tmp_path: Path) -> None:
+    source, place = tmp_path / "model", tmp_path / "place"
+    follower = FollowedFolder(source, str(place), looks_again=True)
+
+    def steps() -> list[int]:
+        return [publication.step for publication in follower.publish()]
+
+    source.mkdir()
+    assert steps() == []
+    save(source, 0)
+    assert (steps(), steps(), steps()) == ([], [0], [])
+    for seed in (1, 2):
+        # Between two looks it changes again.
+        save(source, seed)
+        os.utime(source / "model.safetensors", ns=(seed, seed))
+        assert steps() == []
+    assert (steps(), steps()) == ([1], [])
 
 
 def test_failures_are_one_line(tmp_path: Path) -> None:

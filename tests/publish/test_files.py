@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from weight_cases import copies, nudge, same, weights, zeros
 
 import gradwire as gw
+from gradwire.publish import following_file
+from gradwire.publish.container import anchor_layout, read_head
 
 
 def test_files_are_published_and_followed(tmp_path: Path) -> None:
@@ -105,6 +110,8 @@ def test_a_refused_update_leaves_the_file(tmp_path: Path) -> None:
     with pytest.raises(gw.PayloadError, match="chunk 0 was damaged"):
         subscriber.update()
     assert (tmp_path / "w.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["published", "w.safetensors"]
+    assert subscriber.step == 0
     with pytest.raises(gw.IncompatibleError, match="for tensors in memory"):
         subscriber.update(into="staging")
 
@@ -115,3 +122,55 @@ def test_another_model_in_the_place_replaces_the_file(tmp_path: Path) -> None:
         gw.WeightPublisher(trained, tmp_path / "published").publish(1)
         assert subscriber.update() == 1
         assert same(load_file(tmp_path / "w.safetensors"), trained)
+
+
+@pytest.mark.parametrize("system", ["copies ranges", "has no call for that"])
+def test_what_no_patch_changes_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
+    """Also in pieces smaller than a tensor, and from a file that somebody else has written."""
+    monkeypatch.setattr(following_file, "PIECE_BYTES", 1000)
+    if system != "copies ranges":
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
+    trained, target = weights(), tmp_path / "w.safetensors"
+    save_file(trained, target, metadata={"of": "another writer, whose header is longer"})
+    publisher = gw.WeightPublisher(trained, tmp_path / "published")
+    publisher.publish(0)
+    subscriber = gw.WeightSubscriber(target, tmp_path / "published")
+    assert subscriber.update() == 0
+    assert subscriber.applied == ()
+    for step in (1, 2, 3):
+        trained["layer.weight"][step * 90, :7] += 1.0
+        publisher.publish(step)
+        if step != 2:
+            # Step 2 and step 3 are written into the same new file.
+            assert subscriber.update() == step
+            assert same(load_file(target), trained)
+    trained["steps"] += 1
+    publisher.publish(4)
+    assert subscriber.update() == 4
+    assert same(load_file(target), trained)
+    assert len(subscriber.applied) == 1
+
+
+def test_a_patch_that_is_refused_late_leaves_the_file_and_what_is_known_of_it(tmp_path: Path) -> None:
+    trained = weights()
+    publisher = gw.WeightPublisher(trained, tmp_path / "published")
+    subscriber = gw.WeightSubscriber(tmp_path / "w.safetensors", tmp_path / "published")
+    publisher.publish(0)
+    subscriber.update()
+    before = (tmp_path / "w.safetensors").read_bytes()
+    nudge(trained, 0)
+    publisher.publish(1)
+    (patch,) = (tmp_path / "published").glob("patch-*")
+    # Its sums are those of other weights: this is seen once all of it has been written.
+    (anchor,) = (tmp_path / "published").glob("anchor-*")
+    octets = np.fromfile(patch, np.uint8)
+    head, layout = read_head(octets), anchor_layout(read_head(np.fromfile(anchor, np.uint8)))
+    sums = (head.sums[0] ^ 1, *head.sums[1:])
+    _, lying = replace(head, sums=sums, state=layout.state(sums)).pack()
+    with pytest.raises(gw.PayloadError, match="differs from the publisher's"):
+        subscriber.apply(lying + octets[head.body_at :].tobytes())
+    assert (tmp_path / "w.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["published", "w.safetensors"]
+    assert subscriber.step == 0
+    assert subscriber.apply(octets) == 1
+    assert same(load_file(tmp_path / "w.safetensors"), trained)

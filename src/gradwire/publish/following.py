@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from gradwire.errors import IncompatibleError
 from gradwire.publish.boxes import TensorBox
 from gradwire.publish.container import Octets, PatchHead
+from gradwire.publish.following_file import FollowingFile
 from gradwire.publish.held import LOSSY_REMEDY, HeldWeights
 from gradwire.publish.layout import Entry, Layout
 from gradwire.publish.manifest import Manifest
 from gradwire.publish.pieces import HeldPieces, check_cover, pieces_of_layout, whole_entries
 from gradwire.publish.shards import sliced_box
-from gradwire.publish.weights import FollowingFile, LiveTensors
+from gradwire.publish.weights import LiveTensors
 
 LayoutOf = Callable[[int], Layout]
 """Returns the layout of a part, as one of its anchors states it."""

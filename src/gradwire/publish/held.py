@@ -20,6 +20,7 @@ from gradwire.publish.container import (
     check_against,
     digest_of,
 )
+from gradwire.publish.following_file import FollowingFile
 from gradwire.publish.layout import Layout
 from gradwire.publish.lossy import LossyChunk, States
 from gradwire.publish.pieces import HeldPieces
@@ -142,6 +143,9 @@ class HeldWeights:
 
         if head.kind == ANCHOR and (self._private or self.weights.hidden):
             return lambda: self._fill(head, layout, decode, numbers, threads)
+        file, rounded = self.weights, any(chunk.kind == LOSSY for chunk in head.chunks)
+        if isinstance(file, FollowingFile) and head.kind != ANCHOR and not file.is_open and not rounded:
+            return lambda: self._rewrite(file, head, layout, decode, numbers, threads)
         if self._verified and head.kind != ANCHOR:
             return lambda: self._replace(head, layout, decode, numbers, threads)
         kept = self._check(head, layout, decode, numbers, threads)
@@ -242,6 +246,39 @@ class HeldWeights:
         self._compare(head, layout, found, sum(changed for _, changed in results))
         self._learn(head, states, True)
 
+    def _rewrite(
+        self,
+        file: FollowingFile,
+        head: PatchHead,
+        layout: Layout,
+        decode: Decode,
+        numbers: Sequence[int],
+        threads: int,
+    ) -> None:
+        """Check and write a patch chunk by chunk, where nobody sees it yet; if it is refused, drop what was written."""
+        run, step, sums, states, recognised = self.run, self.step, self.sums or (), self._states, self.recognised
+        file.open(layout, head.step)
+        self.forget()
+
+        def rewrite(number: int) -> tuple[Mapping[int, int], Mapping[int, int], int]:
+            chunk = decode(number)
+            with _naming(head, number):
+                before, change = chunk.check(file.read)
+            chunk.write(file.target)
+            return before, change, chunk.changed
+
+        try:
+            results = in_parallel(rewrite, numbers, threads)
+            before, changes = [row[0] for row in results], [row[1] for row in results]
+            found = self._followed(head, layout, sums, before, changes, threads)
+            self._compare(head, layout, found, sum(changed for *_, changed in results))
+        except PayloadError as error:
+            file.abandon()
+            if not isinstance(error, _OtherBaseError):
+                self.run, self.step, self.sums, self._states, self.recognised = run, step, sums, states, recognised
+            raise
+        self._learn(head, states, False)
+
     def _check(
         self,
         head: PatchHead,
@@ -251,33 +288,51 @@ class HeldWeights:
         threads: int,
     ) -> list[Decoded | None]:
         """Decode chunks, and compare the sums of all tensors at hand; return the decoded chunks that are kept."""
-        read, whole = self.weights.read, head.kind == ANCHOR
+        whole = head.kind == ANCHOR
 
         def check(number: int) -> tuple[Mapping[int, int], Mapping[int, int], Decoded | None, int]:
             chunk = decode(number)
             with _naming(head, number):
-                before, change = ({}, _whole(chunk).sums()) if whole else chunk.check(read)
+                before, change = ({}, _whole(chunk).sums()) if whole else chunk.check(self.weights.read)
             return before, change, chunk if chunk.light else None, chunk.changed
 
         results = in_parallel(check, numbers, threads)
-        here = range(len(layout.entries)) if self.selected is None else sorted(self.selected)
-        nothing = [0] * len(layout.entries)
-        changes = total_sums(nothing, [change for _, change, _, _ in results])
+        changes = [change for _, change, _, _ in results]
         if whole:
-            found = changes
+            found = total_sums([0] * len(layout.entries), changes)
         else:
-            left = sums_of(layout, read, threads, _left_out(head, layout, self.selected))
-            base = total_sums(left, [before for before, *_ in results])
-            for number in here:
-                if base[number] != (self.sums or ())[number]:
-                    self.forget()
-                    raise PayloadError(
-                        f"{head.name}: something else has changed the tensor {layout.entries[number].name!r} since the "
-                        "last update, so that a patch cannot be written to it; the next update fetches an anchor"
-                    )
-            found = [(total + change) % 2**64 for total, change in zip(base, changes)]
+            try:
+                known = self.sums or ()
+                found = self._followed(head, layout, known, [before for before, *_ in results], changes, threads)
+            except _OtherBaseError:
+                self.forget()
+                raise
         self._compare(head, layout, found, sum(changed for *_, changed in results))
         return [chunk for _, _, chunk, _ in results]
+
+    def _followed(
+        self,
+        head: PatchHead,
+        layout: Layout,
+        known: Sequence[int],
+        before: Sequence[Mapping[int, int]],
+        changes: Sequence[Mapping[int, int]],
+        threads: int,
+    ) -> list[int]:
+        """Return the sums of all tensors after a patch, of which the chunks have read a part of the base each.
+
+        Raises:
+            _OtherBaseError: the base has not the sums that are known.
+        """
+        left = sums_of(layout, self.weights.read, threads, _left_out(head, layout, self.selected))
+        base = total_sums(left, before)
+        for number in range(len(layout.entries)) if self.selected is None else sorted(self.selected):
+            if base[number] != known[number]:
+                raise _OtherBaseError(
+                    f"{head.name}: something else has changed the tensor {layout.entries[number].name!r} since the "
+                    "last update, so that a patch cannot be written to it; the next update fetches an anchor"
+                )
+        return total_sums(base, changes)
 
     def _compare(self, head: PatchHead, layout: Layout, found: Sequence[int], changed: int) -> None:
         """Refuse a file whose weights have other sums, or which changes more or fewer elements, than its head says."""
@@ -288,6 +343,10 @@ class HeldWeights:
                 )
         if self.selected is None and changed != head.changed:
             raise PayloadError(f"{head.name}: it has other numbers of changes than its head announces")
+
+
+class _OtherBaseError(PayloadError):
+    """Weights are not those that they were after the last update."""
 
 
 def _whole(chunk: Decoded) -> WholeChunk:

@@ -15,6 +15,7 @@ from gradwire.publish.chunks import codec_kernels
 from gradwire.publish.container import ANCHOR, Octets, anchor_layout, read_head
 from gradwire.publish.fetch import fetch, fetch_head
 from gradwire.publish.following import Following
+from gradwire.publish.following_file import FollowingFile
 from gradwire.publish.group import GroupChannel, is_group
 from gradwire.publish.layout import MAX_LAYOUT_BYTES, Layout
 from gradwire.publish.lossy import keeps_state
@@ -22,7 +23,7 @@ from gradwire.publish.manifest import Manifest, PublishedFile, StepFiles, read_m
 from gradwire.publish.relay import open_relay
 from gradwire.publish.shards import check_slices, local_tensors
 from gradwire.publish.stores import Place, open_place
-from gradwire.publish.weights import FollowingFile, LiveTensors, Weights
+from gradwire.publish.weights import LiveTensors, Weights
 
 STAGING = "staging"
 _ATTEMPTS = 3

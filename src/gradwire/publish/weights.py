@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.publish.container import Octets
 from gradwire.publish.dcp_files import DistributedCheckpoint, is_dcp
+from gradwire.publish.following_file import FollowingFile
 from gradwire.publish.layout import BY_DTYPE, BlockSpan, Entry, Layout
-from gradwire.publish.safetensor_files import TensorPlace, files_of, header_of, read_places, sync
+from gradwire.publish.safetensor_files import TensorPlace, files_of, read_places
 
 Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """A module, or named tensors."""
@@ -229,108 +229,6 @@ class SavedTensors:
                     raise IncompatibleError(f"{place.file} was cut short while it was read: publish it again")
                 got += count
         return torch.from_numpy(out)
-
-
-class FollowingFile:
-    """A safetensors file that follows a publisher.
-
-    Each update is written into a new file, which then takes the place of the old one: who has opened or mapped the old
-    file keeps it whole.
-
-    Args:
-        path: The file, or a folder, in which it is ``model.safetensors``.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        given = Path(path)
-        self.path = given if given.suffix == ".safetensors" else given / "model.safetensors"
-        self._partial = self.path.with_name(f".{self.path.name}.partial")
-        self._mapped: Octets | None = None
-        self._new: Octets | None = None
-        self._places: list[int] = []
-        self._layout: Layout | None = None
-        self._offsets: list[int] = []
-        self._load()
-
-    @property
-    def layout(self) -> Layout | None:
-        return self._layout
-
-    def _load(self) -> None:
-        """Map the file, if it is there."""
-        self._layout = self._mapped = None
-        if not self.path.exists():
-            return
-        places = read_places(self.path)
-        self._layout = Layout(places)
-        self._offsets = [places[entry].offset for entry in self._layout.entries]
-        self._mapped = _map(self.path)
-
-    def read(self, span: BlockSpan) -> torch.Tensor:
-        if self._new is not None:
-            return _part(self._new, self._places[span.tensor], span)
-        if self._mapped is None:
-            raise IncompatibleError(f"{self.path} is not there")
-        return _part(self._mapped, self._offsets[span.tensor], span)
-
-    @property
-    def hidden(self) -> bool:
-        return True
-
-    def open(self, layout: Layout, step: int, *, whole: bool = False) -> None:
-        if self._new is not None and self._layout is not None and self._layout.digest == layout.digest:
-            header, _ = header_of(layout, _metadata(step))
-            self._new[: len(header)] = np.frombuffer(header, np.uint8)
-            return
-        header, self._places = header_of(layout, _metadata(step))
-        size = len(header) + layout.nbytes
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._partial.open("wb") as stream:
-            stream.truncate(size)
-        self._new = _map(self._partial, writable=True)
-        self._new[: len(header)] = np.frombuffer(header, np.uint8)
-        same = self._layout is not None and self._layout.digest == layout.digest
-        if self._mapped is not None and same and not whole:
-            for number, entry in enumerate(layout.entries):
-                here, there = self._places[number], self._offsets[number]
-                self._new[here : here + entry.nbytes] = self._mapped[there : there + entry.nbytes]
-        self._layout = layout
-
-    def target(self, span: BlockSpan) -> torch.Tensor:
-        if self._new is None:
-            raise IncompatibleError(f"{self.path} is not open for an update")
-        return _part(self._new, self._places[span.tensor], span)
-
-    def abandon(self) -> None:
-        self._new = None
-        self._partial.unlink(missing_ok=True)
-        self._load()
-
-    def commit(self) -> None:
-        if self._new is None:
-            return
-        if isinstance(self._new, np.memmap):
-            self._new.flush()
-        self._new = None
-        sync(self._partial)
-        os.replace(self._partial, self.path)
-        sync(self.path.parent)
-        self._load()
-
-
-def _metadata(step: int) -> dict[str, str]:
-    """Return what a file says of itself; its length does not depend on the step."""
-    return {"format": "pt", "step": f"{step:020d}"}
-
-
-def _map(path: Path, writable: bool = False) -> Octets:
-    """Map a file; changes of a map that is not writable stay private to it."""
-    return np.memmap(path, np.uint8, "r+" if writable else "c")
-
-
-def _part(mapped: Octets, offset: int, span: BlockSpan) -> torch.Tensor:
-    part = span.octets
-    return torch.from_numpy(mapped[offset + part.start : offset + part.stop])
 
 
 def readable(weights: Weights, dtype: torch.dtype | None = None) -> Readable:

@@ -82,18 +82,22 @@ class FollowedFolder:
     Args:
         source: The path.
         to: The place.
+        looks_again: Whether :meth:`publish` is called again and again: a checkpoint that is written over counts as
+            whole when it is as it was at the call before. Otherwise it is published at once.
         settings: Of the publisher.
     """
 
-    def __init__(self, source: Path, to: str, **settings: Any) -> None:
+    def __init__(self, source: Path, to: str, *, looks_again: bool = False, **settings: Any) -> None:
         self._source, self._to, self._settings = source, to, settings
         self._publisher: gw.WeightPublisher | None = None
+        self._looks_again = looks_again
         self._stamp: tuple[tuple[int, int], ...] = ()
+        self._seen: tuple[tuple[int, int], ...] = ()
 
     def publish(self) -> Iterator[gw.Publication]:
         """Publish the checkpoints that are new and complete."""
         checkpoints = find_checkpoints(self._source)
-        if not checkpoints:
+        if not checkpoints or self._is_being_written(checkpoints[-1]):
             return
         if self._publisher is None:
             checkpoints = self._begin(checkpoints)
@@ -103,13 +107,20 @@ class FollowedFolder:
         for checkpoint in checkpoints:
             step = checkpoint.step
             if step is None:
-                # A checkpoint that is written over counts on; its files are whole when they stay as they are.
+                # A checkpoint that is written over counts on.
                 if checkpoint.stamp == self._stamp:
                     continue
                 step = publisher.step + 1
             if step > publisher.step:
                 yield publisher.publish(step, checkpoint.path)
                 self._stamp = checkpoint.stamp
+
+    def _is_being_written(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint that is written over has changed since the last look."""
+        if checkpoint.step is not None or not self._looks_again:
+            return False
+        before, self._seen = self._seen, checkpoint.stamp
+        return before != checkpoint.stamp
 
     def _begin(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         """Build the publisher; return the checkpoints to publish."""
@@ -159,7 +170,7 @@ def publish(
 ) -> None:
     """Publish checkpoints, once or as they appear."""
     settings = {"anchor_every": anchor_every, "keep_anchors": keep_anchors, "base": base, "lossy": lossy}
-    follower = FollowedFolder(source, to, strips=strips_of(strips), **settings)
+    follower = FollowedFolder(source, to, looks_again=watch, strips=strips_of(strips), **settings)
     rows, say = list[dict[str, Any]](), _Teller()
     if lossy:
         say(f"differences are rounded by {gw.method(lossy)!r}; anchors are exact")
