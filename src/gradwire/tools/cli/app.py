@@ -181,8 +181,15 @@ def train(
         from gradwire.tools.cli import commands
 
         if resume is not None:
-            o.refuse_beside(context, "--resume", {"resume", "stop_after", "as_json", "debug"})
-            commands.resume(resume, stop_after=stop_after, as_json=as_json, debug=debug)
+            how: dict[str, Any] = {"stop_after": stop_after, "as_json": as_json, "debug": debug}
+            own = {"join", "secret_file"} if membership.join is not None else set[str]()
+            o.refuse_beside(context, "--resume", {"resume", *how, *own})
+            if membership.join is None:
+                commands.resume(resume, **how)
+            else:
+                from gradwire.tools.cli import join_commands
+
+                join_commands.resume(resume, membership.join, membership.secret_file, **how)
             return
         config = _run_config(
             task,

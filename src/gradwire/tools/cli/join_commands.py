@@ -17,7 +17,7 @@ from gradwire.tools.cli.commands import Progressing, print_run
 from gradwire.tools.cli.coordinate_command import secret_in
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import UsageError
-from gradwire.tools.experiments.member import train_as_member
+from gradwire.tools.experiments.member import resume_as_member, train_as_member
 from gradwire.tools.processes import die_with_parent, killed_by
 
 JOIN, SECRET = "GRADWIRE_JOIN", "GRADWIRE_SECRET"
@@ -52,6 +52,15 @@ def train(
         folder = train_as_member(
             config, progress, address, secret_for(secret_file), folder=out, overwrite=overwrite, stop_after=stop_after
         )
+    print_run(folder, as_json=as_json)
+
+
+def resume(
+    folder: Path, address: str, secret_file: Path | None, *, stop_after: int | None, as_json: bool, debug: bool
+) -> None:
+    """Join again with a member's run folder, then print its row of the table."""
+    with Progressing(debug) as progress:
+        resume_as_member(folder, progress, address, secret_for(secret_file), stop_after=stop_after)
     print_run(folder, as_json=as_json)
 
 

@@ -15,9 +15,9 @@ import gradwire as gw
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import LinkEngine, build_model, link_options, score_share
 from gradwire.tools.experiments.errors import UsageError
-from gradwire.tools.experiments.folder import RunFolder
+from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps
 from gradwire.tools.experiments.order import DataOrder
-from gradwire.tools.experiments.run import check_link
+from gradwire.tools.experiments.run import check_link, planned
 from gradwire.tools.experiments.run_record import MEMBERSHIP, Audience, config_of, default_folder, report
 from gradwire.tools.experiments.tasks.graph import GraphTask
 from gradwire.tools.experiments.train import Trainer
@@ -50,6 +50,8 @@ class MemberEngine(LinkEngine):
     Args:
         plan: Settings of the run; ``plan.task.batch`` is that of ``plan.workers`` members.
         membership: The membership.
+        past: The run folder of a member whose newest checkpoint this worker begins with. Unless it is the first to
+            begin a training, it takes over what the others have.
 
     Raises:
         UsageError: samples of the task belong to workers, so that they cannot come and go.
@@ -58,7 +60,7 @@ class MemberEngine(LinkEngine):
     link: gw.Link
     rank, world_size = 0, 1
 
-    def __init__(self, plan: RunConfig, membership: gw.Membership) -> None:
+    def __init__(self, plan: RunConfig, membership: gw.Membership, past: RunFolder | None = None) -> None:
         self.plan, self.membership = plan, membership
         self.model: nn.Module = build_model(plan)
         self.source = plan.task.load()
@@ -69,6 +71,8 @@ class MemberEngine(LinkEngine):
         self.optimizer = plan.task.build_optimizer(self.model)
         self.progress = Progress(self.model)
         self.local = gw.method(plan.method).traits.local_steps > 0
+        if past is not None:
+            self._take(past)
         self._sampler = gw.ElasticSampler(
             self.source.samples, membership, plan.task.batch // plan.workers, seed=plan.seed
         )
@@ -76,6 +80,14 @@ class MemberEngine(LinkEngine):
         options = {**link_options(plan, self.optimizer), "optimizer": self.optimizer}
         group: Any = membership
         self.link = gw.Link(self.model.named_parameters(), plan.method, group=group, **options)
+
+    def _take(self, past: RunFolder) -> None:
+        """Take over parameters, the optimizer's state and the step of a checkpoint."""
+        shared = past.load_part("shared")
+        own = past.load_part("rank-0") if self.local else shared
+        self.model.load_state_dict(own["model"])
+        self.optimizer.load_state_dict(own["optimizer"])
+        self.progress.step = shared["step"]
 
     def _decay(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
         factor = self.plan.task.decay
@@ -155,6 +167,12 @@ class MemberTrainer(Trainer):
         self.save()
         self._record_link()
 
+    def follow(self, past: RunFolder) -> None:
+        """Go on with the rows and the counts of a run folder, from its newest checkpoint."""
+        shared = past.load_part("shared")
+        self.elapsed_s, self.base = shared["elapsed_s"], dict(shared["counters"])
+        past.cut_metrics(shared["step"])
+
 
 @contextlib.contextmanager
 def _told(audience: Audience) -> Iterator[None]:
@@ -198,15 +216,57 @@ def train_as_member(
     if plan.task.ema:
         raise UsageError("ema: a moving average of the weights is not handed to new members: leave --ema or --join out")
     check_link(plan)
+
+    def folder_of() -> RunFolder:
+        run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
+        run.write_config({**config_of(plan), MEMBERSHIP: address})
+        return run
+
+    return _train(plan, audience, address, secret, folder_of, stop_after)
+
+
+def resume_as_member(
+    folder: Path, audience: Audience, address: str, secret: str | None, *, stop_after: int | None = None
+) -> Path:
+    """Join again with the folder of a member; return it.
+
+    If the training has members, this worker takes over what they have. Otherwise it begins again with the newest
+    checkpoint of the first worker that joins: parameters, the optimizer's state and the step. The method's state and
+    the order of the samples begin anew.
+
+    Raises:
+        RunError: the folder holds no run or no checkpoint.
+        GradwireError: as for :func:`train_as_member`.
+    """
+    past, plan = planned(folder)
+    last = checkpoint_steps(folder)[-1]
+    if last >= plan.task.steps:
+        audience.say(f"{folder} is finished: {last} of {plan.task.steps} steps")
+        return folder
+    return _train(plan, audience, address, secret, lambda: past, stop_after, past)
+
+
+def _train(
+    plan: RunConfig,
+    audience: Audience,
+    address: str,
+    secret: str | None,
+    folder_of: Callable[[], RunFolder],
+    stop_after: int | None,
+    past: RunFolder | None = None,
+) -> Path:
     plan.task.check_data()
     gw.warm_up(plan.method)
     torch.set_num_threads(plan.threads)
     with _told(audience), gw.join(address, secret=secret, least=plan.workers) as membership:
-        engine = MemberEngine(plan, membership)
-        run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
-        run.write_config({**config_of(plan), MEMBERSHIP: address})
+        engine = MemberEngine(plan, membership, past)
+        run = folder_of()
         audience.start(plan)
-        MemberTrainer(plan, engine, run, audience.row, audience.step).run(stop_after)
+        trainer = MemberTrainer(plan, engine, run, audience.row, audience.step)
+        if past is not None:
+            trainer.follow(past)
+            audience.say(f"goes on after step {engine.progress.step} of {plan.task.steps}")
+        trainer.run(stop_after)
         if membership.left:
             audience.say(f"left after step {engine.progress.step}; the others go on")
     report([run.path], run.path)

@@ -113,19 +113,12 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
     """
     if under_torchrun():
         raise UsageError("--resume starts the run's own workers: call gradwire train --resume without torchrun")
-    run = RunFolder(folder)
-    config = run.read_config()
-    if MEMBERSHIP in config:
+    run, plan = planned(folder)
+    if MEMBERSHIP in run.read_config():
         raise UsageError(
-            f"{folder} is of a worker that came and went (--join): join again, and the members hand over their state"
+            f"{folder} is of a worker that came and went (--join): join again, by --resume {folder} --join ADDRESS"
         )
-    try:
-        plan = RunConfig.from_json(config["plan"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{folder / 'config.json'} holds no plan of this version: {error}") from error
     steps = checkpoint_steps(folder)
-    if not steps:
-        raise RunError(f"{folder} holds no checkpoint to resume from: train again with --overwrite")
     if steps[-1] >= plan.task.steps:
         audience.say(f"{folder} is finished: {steps[-1]} of {plan.task.steps} steps")
         return folder
@@ -134,6 +127,23 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
     audience.say(f"resuming after step {steps[-1]} of {plan.task.steps}")
     execute(plan, run, audience, resume=True, stop_after=stop_after)
     return folder
+
+
+def planned(folder: Path) -> tuple[RunFolder, RunConfig]:
+    """Return a run that can be resumed, and its plan.
+
+    Raises:
+        RunError: the folder holds no run or no checkpoint.
+    """
+    run = RunFolder(folder)
+    config = run.read_config()
+    try:
+        plan = RunConfig.from_json(config["plan"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{folder / 'config.json'} holds no plan of this version: {error}") from error
+    if not checkpoint_steps(folder):
+        raise RunError(f"{folder} holds no checkpoint to resume from: train again with --overwrite")
+    return run, plan
 
 
 def execute(plan: RunConfig, run: RunFolder, audience: Audience, *, resume: bool, stop_after: int | None) -> None:
