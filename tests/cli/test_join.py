@@ -115,23 +115,25 @@ def test_a_training_whose_members_are_all_gone_begins_again_with_a_checkpoint(
     tmp_path: Path, coordinator: Running
 ) -> None:
     line = r"train digits --join (\S+) --secret-file secret.txt"
-    words = ("train", "digits", "--secret-file", "secret.txt", "--method", "DiLoCo(every=4)", "--workers", 1)
+    words = ("train", "digits", "--secret-file", "secret.txt", "--method", "DiLoCo(every=4)", "--workers", 2)
     steps = ("--steps", 40, "--eval-every", 10, "--log-every", 5, "--stop-after", 21)
-    first = Running(tmp_path, "first", *words, *steps, "--join", coordinator.wait_for(line)[1], "--out", "run")
-    assert first.end() == 0
+    joined = (*words, *steps, "--join", coordinator.wait_for(line)[1])
+    first = [Running(tmp_path, f"first {name}", *joined, "--out", name) for name in ("run", "other")]
+    assert [worker.end() for worker in first] == [0, 0]
     again = Running(tmp_path, "again", "coordinate", "--listen", "127.0.0.1:0", "--secret-file", "secret.txt")
     try:
         address = again.wait_for(line)[1]
-        resumed = ("train", "--resume", "run", "--join", address, "--secret-file", "secret.txt")
-        second = Running(tmp_path, "second", *resumed)
-        second.wait_for("goes on after step 21 of 40")
-        assert second.end() == 0
+        resumed = ("--join", address, "--secret-file", "secret.txt")
+        second = [Running(tmp_path, f"second {n}", "train", "--resume", n, *resumed) for n in ("run", "other")]
+        for worker in second:
+            worker.wait_for("goes on after step 21 of 40")
+        assert [worker.end() for worker in second] == [0, 0]
         rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if row["event"] == "eval"] == [0, 10, 20, 21, 30, 40]
         sent = [row["dense_bytes"] for row in rows]
         assert sent == sorted(sent)
         assert rows[-1]["loss"] < rows[0]["loss"]
-        finished = Running(tmp_path, "third", *resumed)
+        finished = Running(tmp_path, "third", "train", "--resume", "run", *resumed)
         finished.wait_for("is finished: 40 of 40 steps")
         assert finished.end() == 0
         refused = call("train", "--resume", tmp_path / "run", "--join", address, "--steps", 50)

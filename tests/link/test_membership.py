@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import gradwire as gw
+import gradwire.link.link as link_module
 from crew import Crew, Worker, crew, die_in_exchange, learn
 
 pytestmark = pytest.mark.ranks
@@ -282,3 +283,41 @@ def test_members_meet_again_while_they_compute() -> None:
         a, b, c = (workers.start(name, train_slowly) for name in "abc")
         assert c.end() is None
         assert max(a.end(), b.end()) < 60
+
+
+def train_with_wrong_digests(
+    address: str, secret: str, name: str, pipe: Connection, wrong: int, steps: int
+) -> tuple[int, int]:
+    """Train; after round 2, b computes so many wrong digests of its parameters, and c is killed."""
+    usual = link_module.value_terms
+    left = [0]
+
+    def terms(parameters: Any) -> dict[str, object]:
+        left[0] -= 1
+        return usual(parameters) if left[0] < 0 else dict.fromkeys(usual(parameters), "wrong")
+
+    link_module.value_terms = terms  # type: ignore[attr-defined]
+    parameter = nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with gw.join(address, secret=secret, name=name, least=3, silence_s=60.0) as membership:
+        link = gw.Link([("weight", parameter)], "terngrad", group=membership, optimizer=optimizer, min_numel=0)
+        while link.round < steps:
+            parameter.grad = torch.ones(64)
+            link.reduce_()
+            optimizer.step()
+            if link.round == 2:
+                left[0] = wrong if name == "b" else 0
+                if name == "c":
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return link.round, membership.epoch
+
+
+def test_members_whose_parameters_differ_meet_once_more_and_then_end() -> None:
+    """A program may change parameters after its optimizer's step, when others compare theirs already."""
+    with crew() as workers:
+        a, b, c = (workers.start(name, train_with_wrong_digests, 1, 5) for name in "abc")
+        assert (a.end(), b.end(), c.end()) == ((5, 3), (5, 3), None)
+    with crew() as workers:
+        a, *_ = (workers.start(name, train_with_wrong_digests, 100, 5) for name in "abc")
+        with pytest.raises(AssertionError, match="differs from rank 0"):
+            a.end()

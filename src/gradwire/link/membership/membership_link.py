@@ -75,7 +75,7 @@ class MembershipLink(WatchingLink):
         warm_up(self.method, self.options.backend)
         self._lock = group.lock
         self._epoch_group = self._broken_s = None
-        self._opened = self._in_flight = self._held = False
+        self._opened = self._in_flight = self._held = self._differed = False
         self._heed_steps()
         self._of: Epoch | None = None
         self._starting: Callable[[], Iterable[tuple[Any, Mean]]] = tuple
@@ -313,11 +313,15 @@ class MembershipLink(WatchingLink):
             if state is not None and state["link"] is not None:
                 self._take_state(state["link"])
             self._compare_state()
-        except (RankMismatchError, IncompatibleError):
-            if is_new or not epoch.new:
-                self.depart()
-                raise
-            return epoch.new
+        except (RankMismatchError, IncompatibleError) as error:
+            if epoch.new and not is_new:
+                return epoch.new
+            if isinstance(error, RankMismatchError) and not is_new and not self._differed:
+                # A program may have been about to change parameters once more after its optimizer's step.
+                self._differed = True
+                return ()
+            self.depart()
+            raise
         except (ExchangeError, PayloadError, RuntimeError, dist.DistError) as error:
             logging.getLogger("gradwire").info("epoch %d: not all members met: %s", epoch.number, error)
             return group.missed()
@@ -328,5 +332,5 @@ class MembershipLink(WatchingLink):
                 left |= {id} if told is not None and told.leaving else set()
         seconds = 0.0 if self._broken_s is None else time.monotonic() - self._broken_s
         self._party.note(before, epoch, left, seconds, self.method.traits.waiting in self.method.traits.remembers)
-        self._of, self._broken_s = epoch, None
+        self._of, self._broken_s, self._differed = epoch, None, False
         return None
