@@ -9,7 +9,7 @@ at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -194,7 +194,7 @@ class Explorer:
 
     # ------------------------------------------------------------------ members
 
-    def _life(self, seat: Seat, comes: bool) -> Iterator[Any]:
+    def _life(self, seat: Seat, comes: bool) -> Generator[Any, Any, str]:
         entering, chances = comes, 1 + self.case.again
         while chances:
             try:

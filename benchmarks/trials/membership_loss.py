@@ -132,7 +132,7 @@ def main() -> None:
                     trace, rounds, changes = gw.MembershipTrace.scripted(names), given.steps // every, 0
                 found = gw.replay(trace, train, spec, seed, rounds, given.lr, source.text)
                 last = trace.epochs[-1].members
-                losses = [loss_of(found[name], source.held_out) for name in last]
+                losses = [loss_of(found[name] or [], source.held_out) for name in last]
                 rows.append(
                     {
                         "method": spec, "seed": seed, "disturbed": disturbed, "changes": changes, "rounds": rounds,
