@@ -35,7 +35,7 @@ MEMBERS = """## Workers that come and go
 connections of one replica cut, leaving by its own word, and one flipped bit in what it receives, in turn. What ends is started
 anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step. Trials with a
 `silence_s` of 2 ran at once with those of torchft below: 40 replicas on two cores, half of whose time was idle. Those with a `silence_s` of 1
-are later, of members that meet in fewer round trips, and ran two at a time, with nothing else: terngrad beside DiLoCo, PowerSGD beside terngrad
+are later, of members that meet in fewer round trips, and ran two at a time, beside nothing but programs of the lowest priority: terngrad and DiLoCo, PowerSGD and terngrad
 in the emulated network.
 
 - Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all the time. So it

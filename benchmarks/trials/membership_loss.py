@@ -110,7 +110,7 @@ def main() -> None:
     """Train, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=800, help="of each worker, undisturbed")
+    parser.add_argument("--steps", type=int, default=400, help="of each worker, undisturbed")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--method", action="append")
