@@ -19,7 +19,8 @@ the time. So it includes what a replica that is away does not compute. The share
 itself took away, whatever the members do, is *away*: seconds for which replicas were stopped, and from the end of a
 process until its successor runs. A replica is in again when it has taken a round. Digests of parameters are compared
 over replicas after every round; *spread* is the greatest distance between two replicas' parameters, over their length,
-as projections tell it. No round for ``HANG_S`` is a hang. A round whose number has been is not counted again, and
+as projections tell it. *Met* is the median over epochs of the longest time of a replica from the end of the last one
+until all had met. No round for ``HANG_S`` is a hang. A round whose number has been is not counted again, and
 *rounds lost* is how far numbers fell back.
 """
 
@@ -324,6 +325,7 @@ class Trial:
         self.ended_by_itself = 0
         self.fell_back = 0
         self.told: dict[str, dict[str, Any]] = {}
+        self.met: dict[int, float] = {}
         self._number = 0
         for place in range(given.replicas):
             self.start(place, given.replicas)
@@ -388,6 +390,9 @@ class Trial:
             return  # what it had to tell when it was stopped
         self._resumed.discard(name)
         self.told[name] = said.counts
+        if "met_s" in said.counts:
+            epoch = said.counts["epoch"]
+            self.met[epoch] = max(self.met.get(epoch, 0.0), said.counts["met_s"])
         found = self.counted.setdefault(said.round, Round(now_s))
         found.members = max(found.members, said.members) if said.members >= 0 else found.members - said.members
         if said.round < self._latest - BEHIND:
@@ -508,6 +513,7 @@ def judged(trial: Trial, phase: Phase, given: argparse.Namespace) -> dict[str, A
         "rejoined": len(trial.rejoined),
         "rejoin_s_median": round(median(trial.rejoined), 2) if trial.rejoined else None,
         "rejoin_s_longest": round(max(trial.rejoined), 2) if trial.rejoined else None,
+        **({"met_s_median": round(median(trial.met.values()), 2)} if trial.met else {}),
         "ended_by_itself": trial.ended_by_itself,
         "rounds_lost": trial.fell_back,
         "digests_compared": trial.compared,
@@ -559,6 +565,7 @@ def tried(
         began_s = time.monotonic()
         phase = Phase(rate(trial.counted.values(), quiet_s, began_s), began_s, began_s)
         trial.rejoined.clear()
+        trial.met.clear()
         trial.away_s, trial.ended_by_itself = 0.0, 0
         trial.fell_back = 0
         halted = ""

@@ -98,7 +98,7 @@ def replica(seat: Seat, pipe: Connection, orders: Connection) -> None:
                 continue
             optimizer.step()
             if link.round > before:
-                counts = link.diagnostics()["membership"]
+                counts = {**link.diagnostics()["membership"], "met_s": membership.changes[-1].seconds}
                 with link.global_parameters() if local else contextlib.nullcontext():
                     tell(pipe, link.round, module, membership.world_size, loss, counts)
 
