@@ -33,10 +33,8 @@ MEMBERS = """## Workers that come and go
 `python benchmarks/trials/membership.py`: {replicas} replicas on one machine train a small network over a
 [membership](membership.md), first undisturbed, then with a fault each {every_s:g} s: SIGKILL, SIGSTOP for {stop_s:g} s, all
 connections of one replica cut, leaving by its own word, and one flipped bit in what it receives, in turn. What ends is started
-anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step. Trials with a
-`silence_s` of 2 ran at once with those of torchft below: 40 replicas on two cores, half of whose time was idle. Those with a `silence_s` of 1
-are later, of members that meet in fewer round trips, and ran two at a time, beside nothing but programs of the lowest priority: terngrad and DiLoCo, PowerSGD and terngrad
-in the emulated network.
+anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step. Those
+without an emulated network ran at once with those of torchft below: 40 replicas on two cores, half of whose time was idle.
 
 - Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all the time. So it
   includes what a replica that is away does not compute.
@@ -46,7 +44,8 @@ in the emulated network.
 - Digests are those of the parameters after a round, of one replica beside another.
 - *Load* is the system's average of the last 15 minutes at the end: processes that run or wait for one of the two cores.
 
-A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own."""
+A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own. That below is older,
+has a fault each 15 s and SIGSTOP for 8 s, and was made while others used the machine."""
 
 MEMBERS_LOSS = """### Loss under changes
 
@@ -237,7 +236,7 @@ def _members() -> list[str]:
             f"{row['rejoin_s_median']:.1f} / {row['rejoin_s_longest']:.1f}",
             f"{row['rounds_with_differing_digests']} of {row['digests_compared']}",
             row["hangs"],
-            row["load"],
+            row.get("load", "-"),
         )
         for row in rows
     ]
