@@ -251,13 +251,13 @@ def _members_loss() -> list[str]:
         return []
     table = []
     for method, rows in _grouped(found["rows"], "method").items():
-        cells: list[object] = [f"`{method}`", max(row["changes"] for row in rows)]
-        for disturbed in (False, True):
-            losses = [row["loss"] for row in rows if row["disturbed"] is disturbed]
-            cells.append(f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})")
-        table.append(cells)
+        for most in sorted({row["most_changes"] for row in rows}):
+            alike = [row for row in rows if row["most_changes"] == most]
+            losses = [row["loss"] for row in alike]
+            told = f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+            table.append((f"`{method}`", alike[0]["changes"], max(row["rounds"] for row in alike), told))
     seeds = len({row["seed"] for row in found["rows"]})
-    head = ("method", "changes", "loss, undisturbed", "loss, disturbed")
+    head = ("method", "changes", "rounds", "loss")
     return [MEMBERS_LOSS.format(seeds=seeds, **found), "", _where(found), "", *_table(head, table)]
 
 

@@ -29,9 +29,6 @@ from benchmarks.trials.speeds import BATCH, CONTEXT, HELD_OUT, network, windows
 from gradwire.tools.experiments.tasks.text import Text
 
 METHODS = ("terngrad", "PowerSGD(matrix_rank=2)", "DiLoCo(every=8, inner=EDEN(bits=4))")
-CHANGES = 40
-"""Changes of a disturbed training, each followed by an arrival."""
-
 WINDOWS = 1 << 20
 """Places of the text that samples begin at."""
 
@@ -39,20 +36,21 @@ AWAY = 0.25
 """Time until somebody comes after a change, as a share of that between two changes."""
 
 
-def script(workers: int, steps: int, every: int, seed: int) -> tuple[gw.MembershipTrace, int, int]:
+def script(workers: int, steps: int, every: int, most: int, seed: int) -> tuple[gw.MembershipTrace, int, int]:
     """Draw changes.
 
     Args:
         workers: Number of workers.
         steps: Steps of each worker in an undisturbed training.
         every: Steps in a round.
+        most: Changes, unless they would be less than two rounds apart; each is followed by an arrival.
 
     Returns:
         The trace, the rounds after which as many samples as in the undisturbed training have counted, and the number of
         changes.
     """
     draw, members = random.Random(seed), [f"worker {i}" for i in range(workers)]
-    founders, apart = list(members), max(2, steps // every // CHANGES)
+    founders, apart = list(members), max(2, steps // every // most)
     wanted, at, number = workers * (steps // every), apart, 0
     rounds, counted, changes = 0, 0, list[tuple[int, str, str]]()
     comes: dict[int, str] = {}
@@ -111,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=400, help="of each worker, undisturbed")
+    parser.add_argument("--changes", type=int, nargs="+", default=[40, 4], help="in a disturbed training")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--method", action="append")
@@ -123,11 +122,12 @@ def main() -> None:
     for spec in given.method or METHODS:
         every = getattr(gw.method(spec), "every", 1)
         for seed in given.seeds:
-            for disturbed in (False, True):
-                if any((r["method"], r["seed"], r["disturbed"]) == (spec, seed, disturbed) for r in rows):
+            for most in (0, *given.changes):
+                if any((r["method"], r["seed"], r["most_changes"]) == (spec, seed, most) for r in rows):
                     continue
-                trace, rounds, changes = script(given.workers, given.steps, every, seed)
-                if not disturbed:
+                if most:
+                    trace, rounds, changes = script(given.workers, given.steps, every, most, seed)
+                else:
                     names = [f"worker {i}" for i in range(given.workers)]
                     trace, rounds, changes = gw.MembershipTrace.scripted(names), given.steps // every, 0
                 found = gw.replay(trace, train, spec, seed, rounds, given.lr, source.text)
@@ -135,7 +135,7 @@ def main() -> None:
                 losses = [loss_of(found[name] or [], source.held_out) for name in last]
                 rows.append(
                     {
-                        "method": spec, "seed": seed, "disturbed": disturbed, "changes": changes, "rounds": rounds,
+                        "method": spec, "seed": seed, "most_changes": most, "changes": changes, "rounds": rounds,
                         "loss": losses[0], "same_on_all": len(set(losses)) == 1,
                     }
                 )  # fmt: skip

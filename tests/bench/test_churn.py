@@ -51,7 +51,9 @@ def imagined(rounds: dict[int, Round], **more: object) -> types.SimpleNamespace:
     usual = {"rejoined": [1.0, 3.0], "away_s": 16.0, "ended_by_itself": 0, "compared": 3, "spread": 0.0}
     usual["fell_back"] = 0
     digests = {(0, 1): {1}, (0, 2): {1, 2}, (0, 25): {5}, (0, 60): {1, 2}}
-    return types.SimpleNamespace(counted=rounds, digests=digests, losses=[(0.0, 2.0), (1.0, 4.0)], **usual | more)
+    return types.SimpleNamespace(
+        counted=rounds, digests=digests, met={1: 0.5, 2: 1.5, 3: 0.7}, losses=[(0.0, 2.0), (1.0, 4.0)], **usual | more
+    )
 
 
 def test_figures_of_a_trial() -> None:
@@ -64,6 +66,7 @@ def test_figures_of_a_trial() -> None:
     assert row["faults"] == 2
     assert (row["faults_kill"], row["faults_cut"], row["faults_stop"]) == (1, 1, 0)
     assert row["rounds_kept"] == 0.96
+    assert row["met_s_median"] == 0.7
     assert row["throughput_kept"] == pytest.approx((96 * 8 - 15) / 800, abs=1e-4)
     assert row["away"] == 0.02
     assert row["kept_of_present"] == pytest.approx(row["throughput_kept"] / 0.98, abs=1e-4)
@@ -115,9 +118,9 @@ def test_the_page_shows_peers_beside_ours_and_names_what_is_published(monkeypatc
     given = argparse.Namespace(replicas=8, every_s=10.0)
     rounds = {i: Round(float(i), 8.0) for i in range(101)}
     figures = churn.judged(imagined(rounds), Phase((1.0, 8.0), 0.0, 100.0), given)
-    row = {"method": "terngrad", "lab": "", "pace": 0.9, "steps": 8, **figures}
+    row = {"method": "terngrad", "lab": "", "silence_s": 2.0, "pace": 0.9, "steps": 8, **figures}
     machine = {"cpu": "a", "cores": 2, "versions": {"gradwire": "9"}, "date_utc": "2026-01-01T"}
-    ours = {**machine, "rows": [row, {**row, "method": "elsewhere", "lab": "delay=20ms"}]}
+    ours = {**machine, "rows": [row, {**row, "method": "elsewhere", "lab": "delay=20ms"}, {**row, "silence_s": 1.0}]}
     theirs = {
         **machine,
         "rows": [{**row, "method": "DDP", "system": "torchft 1", "settings": {"manager_timeout_s": 2}}],

@@ -180,8 +180,8 @@ def train(
     with handled(debug):
         from gradwire.tools.cli import commands
 
+        how: dict[str, Any] = {"stop_after": stop_after, "as_json": as_json, "debug": debug}
         if resume is not None:
-            how: dict[str, Any] = {"stop_after": stop_after, "as_json": as_json, "debug": debug}
             own = {"join", "secret_file"} if membership.join is not None else set[str]()
             o.refuse_beside(context, "--resume", {"resume", *how, *own})
             if membership.join is None:
@@ -205,15 +205,10 @@ def train(
 
             allowed = set(context.params) - {"simulate", "lab", "ema"}
             o.refuse_beside(context, "--join", allowed, "makes this process one worker")
-            beside: dict[str, Any] = {
-                "overwrite": overwrite,
-                "stop_after": stop_after,
-                "as_json": as_json,
-                "debug": debug,
-            }
-            join_commands.train(config, membership.join, membership.secret_file, out, **beside)
+            how |= {"overwrite": overwrite}
+            join_commands.train(config, membership.join, membership.secret_file, out, **how)
             return
-        commands.train(config, out, overwrite=overwrite, stop_after=stop_after, as_json=as_json, debug=debug)
+        commands.train(config, out, overwrite=overwrite, **how)
 
 
 @app.command()
