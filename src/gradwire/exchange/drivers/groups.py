@@ -75,14 +75,16 @@ class Group(ABC):
         """Return the key of a purpose, which these ranks alone know; empty if their messages have no keyed digest."""
         return b""
 
-    def gloo(self, number: int, store: Any) -> Any:
-        """Return Gloo connections of the ranks (collective call).
+    def gloo(self, number: int, store: Any, rank: int, world_size: int) -> Any:
+        """Return Gloo connections of the ranks, or of some of them (collective call of those).
 
         Args:
-            number: Number of these connections among those of a link.
+            number: Number of the lane that they are for.
             store: Store for these connections alone.
+            rank: This rank's number among those that are connected.
+            world_size: Number of those.
         """
-        return dist.ProcessGroupGloo(store, self.place, self.world_size, self.timeout)
+        return dist.ProcessGroupGloo(store, rank, world_size, self.timeout)
 
     @abstractmethod
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:

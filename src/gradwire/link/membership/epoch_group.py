@@ -97,11 +97,11 @@ class EpochGroup(Group):
             self._backend, self._spare = own.backend, {number: made.backend for number, made in enumerate(spare)}
 
     def _made(self, number: int, store: Any) -> _Backend:
-        return _Backend(super().gloo(number, dist.PrefixStore(f"{number}", store)))
+        return _Backend(super().gloo(number, dist.PrefixStore(f"{number}", store), self.place, self.world_size))
 
-    def gloo(self, number: int, store: Any) -> Any:
-        made = self._spare.pop(number, None)
-        return super().gloo(number, store) if made is None else made
+    def gloo(self, number: int, store: Any, rank: int, world_size: int) -> Any:
+        made = self._spare.pop(number, None) if world_size == self.world_size else None
+        return super().gloo(number, store, rank, world_size) if made is None else made
 
     def key(self, purpose: str) -> bytes:
         return digest_of(purpose.encode(), self._key) if self._key else b""

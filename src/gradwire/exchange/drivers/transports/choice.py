@@ -87,14 +87,20 @@ def device_of(device: torch.device) -> Device:
 
 
 def connector(
-    transport: str, device: Device, on_device: bool, checks: Checks, gloo: Callable[[Any], Any], key: bytes = b""
+    transport: str,
+    device: Device,
+    on_device: bool,
+    checks: Checks,
+    gloo: Callable[[Any, int, int], Any],
+    key: bytes = b"",
 ) -> Connect:
     """Return a function that connects ranks by a transport.
 
     Args:
         on_device: See :func:`choose_transport`.
         checks: Takes the results of checks of values that are reduced on a device.
-        gloo: Called with a store, returns Gloo connections of the ranks, for payloads in main memory.
+        gloo: Called with a store, a rank and the number of ranks, returns their Gloo connections, for payloads in main
+            memory.
         key: Key of the messages; see :class:`gradwire.exchange.drivers.transports.notes.Notes`. Empty: they have none.
 
     Raises:

@@ -78,7 +78,8 @@ class GlooTransport(Transport):
         timeout: Timeout of each collective.
         key: See :class:`gradwire.exchange.drivers.transports.notes.Notes`. With a key, reductions are made of messages
             that carry digests, in the order and with the bits of Gloo's own.
-        connected: Called with the store, returns connections of these ranks; by default they are made here.
+        connected: Called with the store, the rank and the number of ranks, returns their connections; by default they
+            are made here.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class GlooTransport(Transport):
         world_size: int,
         timeout: timedelta,
         key: bytes = b"",
-        connected: Callable[[Any], Any] | None = None,
+        connected: Callable[[Any, int, int], Any] | None = None,
     ) -> None:
         self._backend: Any = (
-            dist.ProcessGroupGloo(store, rank, world_size, timeout) if connected is None else connected(store)
+            dist.ProcessGroupGloo(store, rank, world_size, timeout)
+            if connected is None
+            else connected(store, rank, world_size)
         )
         self.rank, self.world_size = rank, world_size
         self._notes = Notes(rank, key)
