@@ -8,7 +8,6 @@ Bits are on the scale where an all-reduce in float32 has 32: bytes that the rank
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
-from benchmarks.lib.runs import write
+from benchmarks.lib.figures import figures_of
 from gradwire.kernels.entropy import elias_bits
 
 NUMEL = 1_000_000
@@ -161,18 +160,5 @@ CLAIMS = {
 }
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--claim", action="append", choices=CLAIMS)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = [{"claim": name, **row} for name in given.claim or CLAIMS for row in CLAIMS[name]()]
-    for row in rows:
-        print(row["claim"], row["case"], row["measured"], row["said"])
-    write(given.json, numel=NUMEL, rows=rows)
-
-
 if __name__ == "__main__":
-    main()
+    figures_of(CLAIMS, __doc__, numel=NUMEL)

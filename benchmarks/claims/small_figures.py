@@ -8,7 +8,6 @@ not offer, the form is written down here. ``said`` is the figure of the claim.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -23,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gradwire as gw
-from benchmarks.lib.runs import write
+from benchmarks.lib.figures import figures_of
 from gradwire.methods.rotations.normal_levels import uniform_levels, uniform_step
 
 NUMEL = 512 * 2048
@@ -227,18 +226,5 @@ CLAIMS = {
 }
 
 
-def main() -> None:
-    """Compute, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--claim", action="append", choices=CLAIMS)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = [{"claim": name, **row} for name in given.claim or CLAIMS for row in CLAIMS[name]()]
-    for row in rows:
-        print(row["claim"], row["case"], row["measured"], row["said"])
-    write(given.json, rows=rows)
-
-
 if __name__ == "__main__":
-    main()
+    figures_of(CLAIMS, __doc__)

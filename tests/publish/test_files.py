@@ -94,16 +94,22 @@ def test_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         gw.WeightPublisher(tmp_path / "nothing", tmp_path / "published")
 
 
-def test_a_refused_update_leaves_the_file(tmp_path: Path) -> None:
+def a_patch_behind(folder: Path) -> tuple[dict[str, torch.Tensor], gw.WeightSubscriber, bytes, Path]:
+    """Return published weights, a reader that lacks their last patch, the bytes of its file, and the patch."""
     trained = weights()
-    publisher = gw.WeightPublisher(trained, tmp_path / "published")
-    subscriber = gw.WeightSubscriber(tmp_path / "w.safetensors", tmp_path / "published")
+    publisher = gw.WeightPublisher(trained, folder / "published")
+    subscriber = gw.WeightSubscriber(folder / "w.safetensors", folder / "published")
     publisher.publish(0)
     subscriber.update()
-    before = (tmp_path / "w.safetensors").read_bytes()
+    before = (folder / "w.safetensors").read_bytes()
     nudge(trained, 0)
     publisher.publish(1)
-    (patch,) = (tmp_path / "published").glob("patch-*")
+    (patch,) = (folder / "published").glob("patch-*")
+    return trained, subscriber, before, patch
+
+
+def test_a_refused_update_leaves_the_file(tmp_path: Path) -> None:
+    _, subscriber, before, patch = a_patch_behind(tmp_path)
     octets = bytearray(patch.read_bytes())
     octets[-3] ^= 1
     patch.write_bytes(octets)
@@ -152,15 +158,7 @@ def test_what_no_patch_changes_is_taken_over(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_patch_that_is_refused_late_leaves_the_file_and_what_is_known_of_it(tmp_path: Path) -> None:
-    trained = weights()
-    publisher = gw.WeightPublisher(trained, tmp_path / "published")
-    subscriber = gw.WeightSubscriber(tmp_path / "w.safetensors", tmp_path / "published")
-    publisher.publish(0)
-    subscriber.update()
-    before = (tmp_path / "w.safetensors").read_bytes()
-    nudge(trained, 0)
-    publisher.publish(1)
-    (patch,) = (tmp_path / "published").glob("patch-*")
+    trained, subscriber, before, patch = a_patch_behind(tmp_path)
     # Its sums are those of other weights: this is seen once all of it has been written.
     (anchor,) = (tmp_path / "published").glob("anchor-*")
     octets = np.fromfile(patch, np.uint8)
