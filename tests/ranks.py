@@ -186,6 +186,15 @@ def fresh_ranks(world_size: int, group_timeout_s: float = 10) -> Iterator[Ranks]
             process.join()
 
 
+def wait_until_watched(group: dist.ProcessGroup | None = None) -> None:
+    """Wait, on all ranks of a group, until each is watched: who ends before is only known not to have come."""
+    from gradwire.link.peers.watch import Watch
+
+    while Watch.current().absent(range(dist.get_world_size())):
+        time.sleep(0.01)
+    dist.barrier(group)
+
+
 def _script_main(rank: int, world_size: int, port: int, path: str, words: list[str], out: Connection) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0"}

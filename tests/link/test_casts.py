@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from oracle import layers, square_loss
-from ranks import fresh_ranks
+from ranks import fresh_ranks, wait_until_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -104,6 +104,7 @@ def run_until(method: str, what: str) -> tuple[str, str]:
     rank = dist.get_rank()
     ddp = DistributedDataParallel(layers(6), bucket_cap_mb=SMALL_BUCKETS_MB)
     link = gw.attach(ddp, method)
+    wait_until_watched()
     whole = plan.CastPlan.run
 
     def before_wire(self: Any, context: Any, flat: Any, prepared: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.link.peers import circle
 from oracle import layers, square_loss
-from ranks import fresh_ranks
+from ranks import fresh_ranks, wait_until_watched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
@@ -37,6 +37,7 @@ def run_until(what: str) -> tuple[str, str]:
     rank = dist.get_rank()
     ddp = DistributedDataParallel(layers(6), bucket_cap_mb=0.0163)
     link = gw.attach(ddp, "terngrad")
+    wait_until_watched()
     for step in range(6):
         loss = square_loss(ddp, rank, step)
         if step == 3 and rank == 1:
@@ -133,6 +134,7 @@ def train_until(spec: str, victim: int, how: str, port: int, part: Sequence[int]
     module = layers(6)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     link = gw.Link(module.named_parameters(), spec, group=group, optimizer=optimizer, min_numel=1)
+    wait_until_watched(group)
     ended_s = 0.0
     try:
         for step in range(8):
