@@ -21,3 +21,9 @@ def link(
 
 def step(link: gw.SimulatedLink, g: torch.Tensor) -> torch.Tensor:
     return link.reduce_(g.reshape(len(g), -1).clone()).view(g.shape[1:])
+
+
+def held(link: gw.SimulatedLink) -> torch.Tensor:
+    """Return the workers' residuals."""
+    state = link.state_dict()
+    return torch.stack([state[f"rank {r}"]["residual/w"].view(ROWS, COLUMNS) for r in range(link.world_size)])

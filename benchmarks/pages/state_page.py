@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gradwire as gw
-from gradwire.link.membership.method_rules import OF_FIRST, OF_RANKS, OWN, WAITING, Fate, fates, refusal
+from gradwire.link.membership.method_rules import BALANCED, OF_FIRST, OF_RANKS, OWN, WAITING, Fate, fates, refusal
 
 VARIANTS = (
     "ErrorFeedback(compressor=TopK(density=0.01), momentum=0.9)",
     "EF21(momentum=0.9)",
     "DGC(density=0.01, momentum=0.9)",
     "TernGrad(ahead=True)",
+    "PowerSGD(values=BF16())",
+    "ACPSGD(values=BF16())",
+    "RankCurve(feedback='reconstruction')",
+    "LGC(feedback='reconstruction')",
 )
 """Methods that keep more than with their defaults."""
 
-ORDER = (WAITING, OWN, OF_RANKS, OF_FIRST)
+ORDER = (WAITING, BALANCED, OWN, OF_RANKS, OF_FIRST)
 
 
 def table() -> str:
@@ -25,8 +29,10 @@ def table() -> str:
             continue
         for kind, fate in fates(method).items():
             names = rows.setdefault((kind, fate), [])
-            if method.name not in names:
-                names.append(method.name)
+            usual = fates(gw.method(method.name)).get(kind, fate)
+            shown = method.name if usual == fate else spec
+            if shown not in names:
+                names.append(shown)
 
     def place(row: tuple[str, Fate]) -> tuple[int, str]:
         kind, fate = row

@@ -153,6 +153,39 @@ def test_shifts_begin_anew_and_residuals_stay(
     assert bool(torch.isfinite(found[0]).all())
 
 
+WAITING = {"powersgd": True, "PowerSGD(values=BF16())": False}
+"""Whether what waits on a rank is its own, and not right only together with what waits on the others."""
+
+
+@pytest.mark.parametrize("spec", WAITING)
+def test_what_is_right_for_all_ranks_together_needs_all_of_them(
+    three_ranks: Ranks, other_ranks: Ranks, tmp_path: Path, spec: str
+) -> None:
+    saved = three_ranks(waiting, spec, str(tmp_path), False)
+    found = other_ranks(waiting, spec, str(tmp_path), True)
+    assert all(bool(row.any()) for row in saved)
+    for rank, row in enumerate(found):
+        if rank < len(saved) and (WAITING[spec] or len(found) > len(saved)):
+            assert torch.equal(row, saved[rank])
+        else:
+            assert not bool(row.any())
+
+
+def waiting(spec: str, folder: str, load: bool) -> torch.Tensor:
+    """Return what waits on this rank when some rounds were saved, or have been loaded."""
+    parameter = nn.Parameter(torch.zeros(40, 30))
+    link = gw.Link([("w", parameter)], spec, min_numel=0)
+    if load:
+        gw.load(link, folder)
+    else:
+        parameter.grad = torch.randn(40, 30, generator=torch.Generator().manual_seed(link.rank))
+        link.reduce_()
+        gw.save(link, folder)
+    found = link.state_dict()["rank"].get("residual/w", torch.zeros(()))
+    link.close()
+    return found
+
+
 def exchanged(spec: str, folder: str, load: bool) -> torch.Tensor:
     parameter = nn.Parameter(torch.zeros(500))
     link = gw.Link([("w", parameter)], spec, min_numel=0)

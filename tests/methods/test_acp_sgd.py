@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from factors import COLUMNS, ROWS, link, step, workers
+from factors import COLUMNS, ROWS, held, link, step, workers
 from gradwire.exchange.wire.header import HEADER_BYTES
 from gradwire.methods.low_rank.factors import draw_factor
 
@@ -44,26 +44,6 @@ def test_rounds_are_the_papers(count: int, rank: int) -> None:
         assert torch.allclose(step(ours, g).double(), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
 
 
-def held(ours: gw.SimulatedLink, count: int) -> torch.Tensor:
-    state = ours.state_dict()
-    return torch.stack([state[f"rank {r}"]["residual/w"].view(ROWS, COLUMNS) for r in range(count)])
-
-
-def test_what_is_sent_is_a_projection_and_residuals_are_the_rest() -> None:
-    """2 and 4: each worker's residual is orthogonal to the side that all know; on average nothing is lost."""
-    ours, residual = link(3, gw.ACPSGD()), torch.zeros(3, ROWS, COLUMNS)
-    for number in range(6):
-        m = workers(3, number) + residual
-        product = step(ours, m - residual)
-        residual = held(ours, 3)
-        sent = m - residual
-        for w in range(3):
-            assert float((residual[w] * sent[w]).sum()) == pytest.approx(0, abs=1e-3)
-            assert float(residual[w].norm()) < float(m[w].norm())
-        # Products of numbers of some ten units, each rounded to float32 a few times.
-        assert torch.allclose(product + residual.mean(0), m.mean(0), rtol=0, atol=1e-5)
-
-
 def test_a_constant_matrix_of_the_rank_arrives_whole_in_every_two_rounds() -> None:
     """3."""
     low = workers(1, 1, ROWS, 2)[0] @ workers(1, 2, 2, COLUMNS)[0]
@@ -75,7 +55,7 @@ def test_a_constant_matrix_of_the_rank_arrives_whole_in_every_two_rounds() -> No
             assert float(first.norm()) < 0.7 * float(low.norm())
         total = first + step(ours, low[None])
         assert torch.allclose(total, 2 * low, rtol=0, atol=2e-5 * float(low.abs().max()))
-        assert float(held(ours, 1).abs().max()) < 2e-5 * float(low.abs().max())
+        assert float(held(ours).abs().max()) < 2e-5 * float(low.abs().max())
 
 
 def test_a_constant_matrix_comes_as_its_mean_over_rounds() -> None:

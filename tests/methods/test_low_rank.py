@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from factors import COLUMNS, ROWS, link, step, workers
+from factors import COLUMNS, ROWS, held, link, step, workers
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.protocols import Context, Memory
 from gradwire.exchange.segments import Parameter, lay_out
@@ -114,6 +114,22 @@ def test_only_what_factors_shorten_is_compressed() -> None:
 def test_fields_out_of_range_are_refused(kind: type[gw.Method], fields: dict[str, object], message: str) -> None:
     with pytest.raises(gw.HyperparameterError, match=message):
         kind(**fields)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_residual_is_what_its_worker_has_not_sent(method: gw.Method) -> None:
+    """Each worker's is orthogonal to what it sent, whatever the others sent; on average nothing is lost."""
+    ours, residual = link(3, method), torch.zeros(3, ROWS, COLUMNS)
+    for number in range(6):
+        m = workers(3, number) + residual
+        product = step(ours, m - residual)
+        residual = held(ours)
+        sent = m - residual
+        for w in range(3):
+            assert float((residual[w] * sent[w]).sum()) == pytest.approx(0, abs=1e-3)
+            assert float(residual[w].norm()) < float(m[w].norm())
+        # Products of numbers of some ten units, each rounded to float32 a few times.
+        assert torch.allclose(product + residual.mean(0), m.mean(0), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

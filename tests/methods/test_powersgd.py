@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from factors import COLUMNS, ROWS, link, step, workers
+from factors import COLUMNS, ROWS, held, link, step, workers
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.exchange.wire.header import HEADER_BYTES
 from gradwire.methods.low_rank.factors import draw_factor, matrices
@@ -52,9 +52,7 @@ def test_a_product_is_a_projection_and_residuals_are_the_rest() -> None:
         product = step(ours, g)
         residual = mean - product
         assert float((residual * product).sum()) == pytest.approx(0, abs=1e-3)
-        state = ours.state_dict()
-        held = torch.stack([state[f"rank {r}"]["residual/w"].view(ROWS, COLUMNS) for r in range(3)])
-        assert torch.allclose(held.mean(0), residual, rtol=0, atol=1e-5)
+        assert torch.allclose(held(ours).mean(0), residual, rtol=0, atol=1e-5)
 
 
 def test_a_matrix_of_the_rank_is_exact_and_another_tends_to_its_best_product() -> None:
@@ -126,12 +124,12 @@ def test_what_narrow_factors_lose_stays_in_the_residuals() -> None:
     for number in range(4):
         g = workers(3, number)
         product = step(ours, g)
-        mean, state = g.mean(0) + residual, ours.state_dict()
+        mean = g.mean(0) + residual
         if number == 0:
             # Half a unit in the last of eight places of each number of two factors, of vectors of rank two.
             rounding = float((product - step(wide, g)).norm()) / float(product.norm())
             assert 2**-11 < rounding < 2**-7
-        residual = torch.stack([state[f"rank {r}"]["residual/w"].view(ROWS, COLUMNS) for r in range(3)]).mean(0)
+        residual = held(ours).mean(0)
         assert torch.allclose(product + residual, mean, rtol=0, atol=1e-5)
 
 

@@ -37,6 +37,9 @@ class Traits:
             has sent before. They begin anew when the ranks change.
         of_first: Those of ``remembers`` that rank 0 alone holds until it has sent them to all.
         waiting: The kind of vector that holds the part not sent yet, if the method keeps one.
+        subtracts_mean: True if a rank subtracts the common mean from what waits, and not what it has sent itself: only
+            all ranks' vectors together are then what was not sent. Without one of them the others' are wrong, and begin
+            anew.
         min_numel: Parameters with fewer elements are sent in float32, unless the user sets another limit.
         local_steps: Number of optimizer steps between two exchanges of their changes; 0: gradients are exchanged at
             every synchronised backward.
@@ -87,6 +90,7 @@ class Traits:
     of_ranks: tuple[str, ...] = ()
     of_first: tuple[str, ...] = ()
     waiting: str = "residual"
+    subtracts_mean: bool = False
     min_numel: int = 1024
     local_steps: int = 0
     at_own_pace: bool = False

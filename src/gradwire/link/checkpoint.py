@@ -16,6 +16,7 @@ from gradwire.errors import GradwireError, IncompatibleError
 from gradwire.exchange.digests import DIGEST_BYTES, pack, unpack
 from gradwire.exchange.drivers.tables import all_gather_tables
 from gradwire.link.link import Link
+from gradwire.link.state import without_some_ranks
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -89,8 +90,10 @@ def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
     If the world size has changed, global and replicated state is loaded as it is; the state of one rank is loaded by
     the ranks that still exist, and new ranks start without it. State that depends on the former ranks, such as the
-    shifts of DIANA and gossip's copies of neighbours, is reset. With local steps all ranks continue from the global
-    parameters, whatever was loaded into their models; under gossip, from the mean of the parameters that were loaded.
+    shifts of DIANA and gossip's copies of neighbours, is reset, and so is, with fewer ranks, what waits to be sent of
+    methods that subtract the mean from it, such as PowerSGD with narrow factors. With local steps all ranks continue
+    from the global parameters, whatever was loaded into their models; under gossip, from the mean of the parameters
+    that were loaded.
 
     Returns:
         The value that this rank passed to :func:`save` as ``own``; None if it passed none or the world size has
@@ -146,6 +149,8 @@ def take(link: Link, state: State, problem: str | None, number: int, world_size:
         problem = _refused(link.check_state_dict, state, source)
     if len(set(_share(link, problem, number))) > 1:
         raise IncompatibleError(f"ranks read different saves from {source}: load when saving has ended on all of them")
+    if link.world_size < world_size:
+        state["rank"] = without_some_ranks(state["rank"], link.method)
     _share(link, _refused(link.load_state_dict, state, source))
     if link.method.traits.local_steps and world_size != link.world_size:
         link.local.agree()

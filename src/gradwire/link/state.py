@@ -89,6 +89,12 @@ def of_other_ranks(memory: Memory) -> None:
         memory.set_value(WORKERS, torch.tensor(0))
 
 
+def without_some_ranks(state: Mapping[str, torch.Tensor], method: Method) -> dict[str, torch.Tensor]:
+    """Return a rank's state without what is right only together with the state of ranks that no longer exist."""
+    wrong = {method.traits.waiting} if method.traits.subtracts_mean else set()
+    return {key: vector for key, vector in state.items() if key.partition("/")[0] not in wrong}
+
+
 def _check_number(name: str, value: object, most: int) -> None:
     """Check that a value is a whole number, at least 0 and below ``most``, in an integer tensor."""
     whole = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 0

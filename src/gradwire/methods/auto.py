@@ -116,6 +116,7 @@ class Auto(Method):
             own=tuple(dict.fromkeys(kind for traits in every for kind in traits.own)),
             of_ranks=tuple(dict.fromkeys(kind for traits in every for kind in traits.of_ranks)),
             of_first=tuple(dict.fromkeys(kind for traits in every for kind in traits.of_first)),
+            subtracts_mean=any(traits.subtracts_mean for traits in every),
             needs_learning_rates=any(traits.needs_learning_rates for traits in every),
             needs_link_cost=any(traits.needs_link_cost for traits in every),
             tries=tried,

@@ -298,8 +298,9 @@ class MembershipLink(WatchingLink):
             self._hang_up("has gone on to the next epoch")
             group = self._epoch_group = self._group_of(epoch)
         is_new = self._seat.me.id in epoch.new
+        lost = self._lost_before(epoch)
         if self._opened and self._of is not None and self._of.ids() != epoch.ids():
-            of_other_ranks(self._runtime.memory)
+            self._begin_anew_without(lost)
         try:
             group.connect(self._asked[2])
             state = self._pass_state(group, epoch)
@@ -325,12 +326,23 @@ class MembershipLink(WatchingLink):
         except (ExchangeError, PayloadError, RuntimeError, dist.DistError) as error:
             logging.getLogger("gradwire").info("epoch %d: not all members met: %s", epoch.number, error)
             return group.missed()
-        before, left = self._of, set()
-        if before is not None:
-            for id in set(before.ids()) - set(epoch.ids()):
-                told = self._party.board.get(p.report_key(before.number, id), EpochReport)
-                left |= {id} if told is not None and told.leaving else set()
         seconds = 0.0 if self._broken_s is None else time.monotonic() - self._broken_s
-        self._party.note(before, epoch, left, seconds, self.method.traits.waiting in self.method.traits.remembers)
+        keeps = self.method.traits.waiting in self.method.traits.remembers
+        self._party.note(self._of, epoch, lost, seconds, keeps)
         self._of, self._broken_s, self._differed = epoch, None, False
         return None
+
+    def _lost_before(self, epoch: Epoch) -> set[str]:
+        """Return the ids of members that are no longer there and had not said that they leave."""
+        if self._of is None:
+            return set()
+        gone, number = set(self._of.ids()) - set(epoch.ids()), self._of.number
+        told = {id: self._party.board.get(p.report_key(number, id), EpochReport) for id in gone}
+        return {id for id, report in told.items() if report is None or not report.leaving}
+
+    def _begin_anew_without(self, lost: set[str]) -> None:
+        """Let what is right only for the former members begin anew."""
+        memory, traits = self._runtime.memory, self.method.traits
+        of_other_ranks(memory)
+        if lost and traits.subtracts_mean:
+            memory.forget(traits.waiting)

@@ -34,6 +34,7 @@ class Fate:
 COMMON = Fate(STAYS, STAYS, GIVEN)
 OWN = Fate(LOST, LOST, ZEROS)
 WAITING = Fate(LOST, ADDED, ZEROS)
+BALANCED = Fate(ANEW, ADDED, ZEROS)
 OF_RANKS = Fate(ANEW, ANEW, ANEW)
 OF_FIRST = Fate(FIRST_LOST, FIRST_LOST, GIVEN)
 
@@ -42,8 +43,8 @@ def fates(method: Method) -> dict[str, Fate]:
     """Return what becomes of each kind of vector and value that a method keeps.
 
     The rule reads :class:`gradwire.exchange.traits.Traits`: what is right only for the ranks that made it begins anew;
-    what waits to be sent is handed over by who leaves; other state of a rank alone goes with it; all else is the same
-    on all members.
+    what waits to be sent is handed over by who leaves, and begins anew after a loss where only all members' parts
+    together are right; other state of a rank alone goes with it; all else is the same on all members.
 
     Example:
         >>> import gradwire as gw
@@ -59,7 +60,9 @@ def fates(method: Method) -> dict[str, Fate]:
             return OF_FIRST
         if kind not in traits.own:
             return COMMON
-        return WAITING if kind == traits.waiting else OWN
+        if kind != traits.waiting:
+            return OWN
+        return BALANCED if traits.subtracts_mean else WAITING
 
     return {kind: fate(kind) for kind in traits.remembers}
 

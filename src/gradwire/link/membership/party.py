@@ -181,18 +181,19 @@ class Party:
         self.counts["residuals_lost"] += len(ids)
         self._missed |= ids
 
-    def note(self, before: Epoch | None, epoch: Epoch, left: set[str], seconds: float, kept_residuals: bool) -> None:
+    def note(
+        self, before: Epoch | None, epoch: Epoch, lost_ids: set[str], seconds: float, kept_residuals: bool
+    ) -> None:
         """Note that the members of an epoch have met."""
         self.seat.history.met()
         names = {member.id: member.name for member in (*(before.members if before else ()), *epoch.members)}
         gone = [id for id in (before.ids() if before else ()) if id not in epoch.ids()]
-        lost_ids = [id for id in gone if id not in left]
-        lost = tuple(names[id] for id in lost_ids)
-        parted = tuple(names[id] for id in gone if id in left)
+        lost = tuple(names[id] for id in gone if id in lost_ids)
+        parted = tuple(names[id] for id in gone if id not in lost_ids)
         joined = tuple(names[id] for id in epoch.ids() if before is not None and id not in before.ids())
         self.counts.update(epochs=1, lost=len(lost), left=len(parted), joined=len(joined))
         if kept_residuals:
-            self.counts["residuals_lost"] += len(set(lost_ids) - self._missed)
+            self.counts["residuals_lost"] += len(lost_ids - self._missed)
         members = tuple(member.name for member in epoch.members)
         self.changes.append(MemberChange(epoch.number, epoch.round, members, lost, parted, joined, seconds))
         named_by = {"lost": lost, "left": parted, "new": joined}

@@ -56,7 +56,7 @@ class LGC(ResidualAlgorithm):
 
     **Residual.** With ``feedback="selection"`` e_i <- p_i with zeros at the chosen elements (the leader's, or with a
     server each worker's own): the autoencoder's error is lost, as in a public implementation. With "reconstruction" e_i
-    <- p_i - mean: nothing is lost, and, as for :class:`PowerSGD`, differences between workers stay in their residuals.
+    <- p_i - mean: nothing is lost, and differences between workers stay in their residuals.
     But an autoencoder is not a contraction: it was trained on values with smaller differences, and if its error is as
     large as its input, residuals grow without bound, as tests and measurements show.
 
@@ -157,6 +157,7 @@ class LGC(ResidualAlgorithm):
             # The autoencoder, and the state of every residual algorithm.
             remembers=(*traits.remembers, *REMEMBERED),
             of_first=REMEMBERED,
+            subtracts_mean=self.feedback == "reconstruction" and self.instance == "all_reduce",
             unbiased=False,
         )
 

@@ -118,6 +118,7 @@ class RankCurve(ResidualAlgorithm):
             whole_step=True,
             kernels=("selection", "indices", "signs"),
             remembers=(*traits.remembers, CURVE, FITTED),
+            subtracts_mean=self.feedback == "reconstruction",
             unbiased=False,
         )
 

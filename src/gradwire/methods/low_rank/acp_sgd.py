@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties, cast_of
+from gradwire.exchange.method import Method, Properties
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -138,11 +138,4 @@ class _AlternatePlan(FactorPlan):
         if own is None:
             return Outcome(finite)
 
-        def sent(out: torch.Tensor, weight: float) -> None:
-            contributed = factors if cast_of(self.method.values) == torch.bfloat16 else own
-            if coded is not None:
-                coded(contributed := torch.zeros(len(own)), 1.0)
-            product(contributed[: side.numel], out, weight)
-            self.add_rest(own[side.numel :], weight, out)
-
-        return Outcome(finite, sent)
+        return Outcome(finite, self.contribution(side, own, values, coded, product))

@@ -106,6 +106,7 @@ class LowRankAlgorithm(ResidualAlgorithm):
             super().declare(),
             # Cast factors add up. If an owner encoded their mean by an operator, the error would be in no residual.
             collectives=("two_shot", "all_gather") if operator is None else as_sent(operator),
+            subtracts_mean=cast_of(self.values) == torch.bfloat16,
             kernels=("low_rank", *(() if operator is None else operator.traits.kernels)),
             unbiased=False,
             unbiased_note="no; nothing is lost",
@@ -257,6 +258,34 @@ class FactorPlan(BucketPlan):
     def add_rest(self, own: torch.Tensor, weight: float, out: torch.Tensor) -> None:
         """Add ``weight`` times this rank's contribution to uncompressed parameters."""
         self._beside.add(own, weight, out)
+
+    def contribution(
+        self,
+        side: Side,
+        own: torch.Tensor,
+        mean: torch.Tensor,
+        coded: Sent | None,
+        product: Callable[[torch.Tensor, torch.Tensor, float], None],
+    ) -> Sent:
+        """Return what this rank has sent of a bucket, which is subtracted from its residual.
+
+        Args:
+            side: The factors that were sent last.
+            own: This rank's factors and the values after them, as they were before the exchange.
+            mean: Their mean over ranks. Narrow factors are rounded once more in it, which no rank would have sent: it
+                counts as the contribution of each instead, so that nothing is lost of the mean.
+            coded: What this rank has sent if an operator encodes factors.
+            product: Adds the product with factors, times a weight, to a bucket.
+        """
+
+        def sent(out: torch.Tensor, weight: float) -> None:
+            contributed = mean if self.method.traits.subtracts_mean else own
+            if coded is not None:
+                coded(contributed := torch.zeros(len(own)), 1.0)
+            product(contributed[: side.numel], out, weight)
+            self.add_rest(own[side.numel :], weight, out)
+
+        return sent
 
     def mean(self, context: Context, values: torch.Tensor, side: Side) -> Exchange[Sent | None]:
         """Replace the factors of a side, and the values after them, by their mean, added in the order of ranks.

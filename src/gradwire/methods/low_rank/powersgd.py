@@ -29,11 +29,16 @@ class PowerSGD(LowRankAlgorithm):
     same on all workers and random at first::
 
         P = orthonormalise((1 / N) sum_i M_i Q)       Q <- (1 / N) sum_i M_i^T P
-        mean = P Q^T        residual_i <- M_i - P Q^T
+        mean = P Q^T        residual_i <- M_i - P (M_i^T P)^T
 
     Each round is one step of the power method from the last round's factor: for a constant matrix the product converges
     to the best of rank r. Both sums are linear, so the result is that of one worker with the mean of the matrices. The
     operator is not a contraction for every matrix: the part orthogonal to Q is lost until the residual has rotated Q.
+
+    The paper subtracts the mean from every residual instead, to the same outcome, since only the residuals' mean enters
+    it. But then what a worker's gradients differ by from the mean is never taken from its residual: residuals of
+    workers drift apart without bound, and whoever ends takes away what only all of them together make right. Here a
+    worker subtracts its own contribution, and a residual is what it has not sent.
 
     A matrix has the outermost dimension in memory as rows and all others as columns. It is compressed if its two
     factors have ``least_saving`` times fewer numbers. All other parameters, such as vectors, are sent in float32 with
@@ -47,8 +52,8 @@ class PowerSGD(LowRankAlgorithm):
             momentum after the exchange, with ``momentum=0.0`` here.
         values: Encoding of factors: ``FP32()``, ``BF16()``, or an operator that is a contraction, such as
             ``QSGDinf(levels=7, block_size=256)``, applied to each vector of a factor as a parameter. Rounding errors of
-            a product remain in the residuals: with ``BF16()`` the product itself is subtracted from all of them, and
-            with an operator C worker i subtracts what it sent, residual_i <- M_i - P C(M_i^T P)^T.
+            a product remain in the residuals: with an operator C worker i subtracts what it sent,
+            residual_i <- M_i - P C(M_i^T P)^T, and with ``BF16()``, which rounds the mean once more, the mean.
 
     Raises:
         HyperparameterError: a field is out of range.
@@ -120,7 +125,7 @@ class _PowerPlan(FactorPlan):
         basis = left if flat.is_meta else kernels.orthonormalise(left, table, "left")
         if not flat.is_meta:
             kernels.multiply_left(flat, table, basis, factors)
-        own = right[self.right.numel :].clone() if context.wants_sent else None
+        own = right.clone() if context.wants_sent else None
         coded = yield from self.mean(context, right, self.right)
         if flat.is_meta:
             return Outcome()
@@ -132,14 +137,7 @@ class _PowerPlan(FactorPlan):
         if own is None:
             return Outcome(finite)
 
-        def sent(out: torch.Tensor, weight: float) -> None:
-            # A worker's contribution to a matrix is the product itself, as in the paper: only the mean of the residuals
-            # affects the outcome. But differences between workers add up in each residual, and an operator's error is a
-            # share of its input. With an operator the contribution is therefore what the worker sent.
-            share = factors
-            if coded is not None:
-                coded(share := torch.zeros(len(right)), 1.0)
-            kernels.multiply_out(basis, share[: self.right.numel], table, out, weight)
-            self.add_rest(own, weight, out)
+        def product(of: torch.Tensor, out: torch.Tensor, weight: float) -> None:
+            kernels.multiply_out(basis, of, table, out, weight)
 
-        return Outcome(finite, sent)
+        return Outcome(finite, self.contribution(self.right, own, right, coded, product))
