@@ -203,10 +203,12 @@ class EpochGroup(Group):
         """End the connections, after a word to the others."""
         if self.watch is not None:
             self.watch.leave(how)
-        if self._begun is not None and not self._begun.is_completed():
+        begun, held, self._begun = self._begun, [self._backend, *self._spare.values()], None
+        if begun is not None and not begun.is_completed():
             self.abort()
-        self._backend = self._begun = None
-        self._spare.clear()
+        self._backend, self._spare = None, {}
+        # Gloo takes milliseconds to end a connection, for which nobody needs to wait.
+        threading.Thread(target=held.clear, name="gradwire hangs up", daemon=True).start()
 
 
 class _Backend:

@@ -21,9 +21,6 @@ from gradwire.link.membership.records import Epoch
 CLOSE_S = 30.0
 """Time that lanes have to end after their connections were broken; a kernel may be running."""
 
-IDLE_S = 0.01
-"""Time after which a lane counts as one that waits for a message."""
-
 
 class EpochLink(Link):
     """Has the connections of one epoch at a time."""
@@ -67,10 +64,10 @@ class EpochLink(Link):
         lanes = self._lanes()
         for lane in lanes:
             lane.close(0.0)
-        # A lane that waits for nothing ends at once. To break connections takes milliseconds for each.
-        for lane in [lane for lane in lanes if not lane.close(IDLE_S)]:
+        # An idle lane runs nothing any more. To end its connections takes it milliseconds for each, and no one waits.
+        for lane in (at_work := [lane for lane in lanes if lane.busy]):
             lane.abort()
-        for lane in lanes:
+        for lane in at_work:
             if not lane.close(0.0) and not lane.break_off(CLOSE_S):
                 raise ExchangeError(f"{lane.name} did not end within {CLOSE_S:.0f} s after its connections were broken")
         # A round that counts for those who are left is applied before they meet again.

@@ -139,6 +139,7 @@ class MembershipLink(WatchingLink):
             try:
                 self._raise_problem()
                 self._run(self._seat.change())
+                self._meet_early()
             except p.LeftOut:
                 self._come_again()
             except p.StateLost:
@@ -336,9 +337,14 @@ class MembershipLink(WatchingLink):
         """Return the ids of members that are no longer there and had not said that they leave."""
         if self._of is None:
             return set()
-        gone, number = set(self._of.ids()) - set(epoch.ids()), self._of.number
-        told = {id: self._party.board.get(p.report_key(number, id), EpochReport) for id in gone}
-        return {id for id, report in told.items() if report is None or not report.leaving}
+        # Who left may have said so in an epoch that never met.
+        numbers, board = range(self._of.number, epoch.number), self._party.board
+
+        def has_left(id: str) -> bool:
+            told = (board.get(p.report_key(number, id), EpochReport) for number in numbers)
+            return any(report is not None and report.leaving for report in told)
+
+        return {id for id in set(self._of.ids()) - set(epoch.ids()) if not has_left(id)}
 
     def _begin_anew_without(self, lost: set[str]) -> None:
         """Let what is right only for the former members begin anew."""

@@ -248,6 +248,8 @@ class Seat:
     def change(self) -> Steps[None]:
         """Go into the next epoch, if the last round's votes said so; call it when that round has been applied.
 
+        If somebody is new there, who waits for the state, meet at once; else the next round does, or :meth:`meet`.
+
         Raises:
             LeftOut, StateLost: as :meth:`round`.
         """
@@ -255,8 +257,15 @@ class Seat:
             self._serves = False
             yield Serve(self.rounds)
         leavers, self._changes = self._changes, None
-        if leavers is None:
-            return
+        if leavers is not None:
+            yield from self._go_on_without(leavers)
+        if self.epoch is not None and self.epoch.new:
+            yield from self.meet()
+
+    # ------------------------------------------------------------------ parts
+
+    def _go_on_without(self, leavers: tuple[str, ...]) -> Steps[None]:
+        """Go into the next epoch, which has those that asked, and others no longer."""
         epoch = self.current
         stay = [member.id for member in epoch.members if member.id not in leavers]
         yield Put(report_key(epoch.number, self.me.id), self.report())
@@ -272,9 +281,6 @@ class Seat:
             yield from self._agree(self.report())
         else:
             yield from self._adopt(following)
-        yield from self._meet()
-
-    # ------------------------------------------------------------------ parts
 
     def _exchange(self) -> Steps[bool]:
         """Exchange a round; under a quorum, as soon as there is one."""

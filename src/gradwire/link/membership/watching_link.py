@@ -54,6 +54,8 @@ class WatchingLink(StoreSteps):
                     self._run(self._seat.change())
                 except Exception as problem:  # raised in the next round
                     self._problem = problem
+                else:
+                    self._meet_early()
 
     def _look(self) -> None:
         """Break off a round with members that are gone; between two rounds, agree with the others on who is there."""
