@@ -19,11 +19,11 @@ from gradwire.exchange.wire import (
     Header,
     Rows,
     check_rows,
-    open_sealed,
+    checked_values,
     padded,
     pretend_senders,
     seal_rows,
-    sealed,
+    with_checksum,
 )
 
 HEADER = Header(tag=1, round=258, bucket=3, chunk=4, body_bytes=32)
@@ -189,15 +189,15 @@ def test_blocks_that_move_and_tails_that_are_cut_are_found(size: int) -> None:
 
 def test_small_messages_carry_a_checksum_of_values_sender_and_place() -> None:
     values = torch.tensor([[1.0, 2.0, 3.5], [0.0, -1.0, 2.0], [5.0, 5.0, 5.0]])
-    made = torch.stack([sealed(v, rank, 7) for rank, v in enumerate(values)])
+    made = torch.stack([with_checksum(v, rank, 7) for rank, v in enumerate(values)])
     assert made.shape == (3, 12 + 8)
-    assert torch.equal(open_sealed(made, torch.float32, "scales", 7), values)
+    assert torch.equal(checked_values(made, torch.float32, "scales", 7), values)
     damaged = made.clone()
     damaged[1, 3] ^= 64
     swapped = made[[0, 2, 1]]
     for wrong, place in ((damaged, 7), (swapped, 7), (made, 8)):
         with pytest.raises(PayloadError, match=r"scales from rank [01]: its checksum differs"):
-            open_sealed(wrong, torch.float32, "scales", place)
+            checked_values(wrong, torch.float32, "scales", place)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 16), (16, 16), (17, 32)])

@@ -14,7 +14,7 @@ from contributions import contributed
 from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
 from gradwire.exchange.ops import AllGather, AllToAll, Reduce
 from gradwire.exchange.protocols import Context, Memory
-from gradwire.exchange.protocols.pieces import cut
+from gradwire.exchange.protocols.division import cut
 from gradwire.exchange.segments import Parameter, Segment, flat_view, lay_out
 from gradwire.exchange.wire import HEADER_BYTES, pretend_senders
 from gradwire.kernels import get_kernels

@@ -8,7 +8,7 @@ import torch
 import gradwire as gw
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.protocols.pieces import share_out
+from gradwire.exchange.protocols.division import even_shares
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.kernels import get_kernels
 from plans import make_plan
@@ -187,7 +187,7 @@ def test_shares_are_whole_grains_and_about_equal(ranks: int, grain: int) -> None
     for number, (start, numel) in enumerate(((0, 10_000), (4096 * 80, 4096), (0, 3), (0, 70_001))):
         pieces.append((Segment(Parameter(str(number), (numel,), (1,)), at, start, numel), number))
         at += numel
-    shares = share_out(pieces, ranks, grain)
+    shares = even_shares(pieces, ranks, grain)
     assert len(shares) == ranks
     told = [(piece.offset, piece.numel) for share in shares for piece, _ in share]
     # One after the other, without gaps.

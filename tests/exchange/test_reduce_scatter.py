@@ -13,7 +13,7 @@ from contributions import contributed
 from gradwire.exchange.drivers import Meter, dry_run, simulate_ranks
 from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.protocols import Context, Memory, Outcome
-from gradwire.exchange.protocols.pieces import shard_out
+from gradwire.exchange.protocols.division import row_shards
 from gradwire.exchange.segments import Parameter, lay_out, rows_of_rank
 from gradwire.kernels import get_kernels
 
@@ -217,7 +217,7 @@ def test_rows_are_those_of_chunks(ranks: int) -> None:
 @pytest.mark.parametrize("grain", [1, 80, 512])
 def test_shards_cover_their_rows_and_end_on_the_grain(grain: int) -> None:
     segments = lay_out(Parameter.of(n, torch.empty(s)) for n, s in SHAPES.items())
-    for rank, pieces in enumerate(shard_out([(s, (0, i)) for i, s in enumerate(segments)], 4, grain)):
+    for rank, pieces in enumerate(row_shards([(s, (0, i)) for i, s in enumerate(segments)], 4, grain)):
         for piece, (_, index) in pieces:
             whole = segments[index]
             begin, end = rows_of_rank(piece.parameter, rank, 4)

@@ -14,7 +14,7 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.ops import AllGather, AllToAll
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
-from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
 from plans import make_plan

@@ -18,7 +18,7 @@ def refusal_of(method: str, name: str, second: int, bits: int, liar: int = 1) ->
     """Exchange two rounds, and damage what one rank sends by that call of a function of the transport's module."""
     from gradwire.exchange.drivers.transports import base, notes
 
-    module = base if name == "sealed" else notes
+    module = base if name == "with_checksum" else notes
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     link = gw.Link([("w", parameter)], method, min_numel=0)
     real, calls = getattr(module, name), [0]
@@ -47,7 +47,7 @@ def refusal_of(method: str, name: str, second: int, bits: int, liar: int = 1) ->
 
 
 def test_scales_that_change_on_the_way_are_an_error_that_names_sender_bucket_and_round(three_ranks: Any) -> None:
-    for found, _ in three_ranks(refusal_of, "terngrad", "sealed", 2, 1):
+    for found, _ in three_ranks(refusal_of, "terngrad", "with_checksum", 2, 1):
         assert found.startswith("PayloadError: rank ")
         assert "bucket 0" in found
         assert "round 1: " in found

@@ -224,16 +224,16 @@ def test_a_payload_that_changed_on_the_way_to_a_device_is_told_before_the_next_r
 
 def test_a_wrong_seal_is_an_error_at_once_in_main_memory_and_late_on_a_device() -> None:
     from gradwire.exchange.drivers import LateChecks, Verdict
-    from gradwire.exchange.wire import open_sealed, sealed
+    from gradwire.exchange.wire import checked_values, with_checksum
 
     values = torch.arange(6.0)
-    rows = torch.stack([sealed(values, sender, 7) for sender in range(3)])
+    rows = torch.stack([with_checksum(values, sender, 7) for sender in range(3)])
     rows[1, 3] ^= 1
     with pytest.raises(gw.GradwireError, match="scales from rank 1: its checksum differs"):
-        open_sealed(rows, torch.float32, "scales", 7)
+        checked_values(rows, torch.float32, "scales", 7)
     with fake_gpu() as gpu:
         late = LateChecks()
-        found = open_sealed(there(rows), torch.float32, "scales", 7, checks=late)
+        found = checked_values(there(rows), torch.float32, "scales", 7, checks=late)
         assert here(found).shape == (3, 6)
         assert not here(late.so_far())
         assert not gpu.waits_for

@@ -9,7 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire.exchange.codecs import Draw
-from gradwire.exchange.planning import Options, Pieces, dense_names
+from gradwire.exchange.planning import FragmentPieces, Options, dense_names
 from gradwire.exchange.segments import flat_view
 from gradwire.methods.sparse.sparse_values import BinnedValues
 
@@ -158,12 +158,12 @@ def test_one_fragment_without_delay_or_mixing_is_diloco(inner: gw.Method) -> Non
 
 def by_the_papers_algorithm(ours: Quadratics, method: gw.StreamingDiLoCo, steps: int) -> list[list[torch.Tensor]]:
     """Algorithm 2 in float64, fragments given as sets of places: the workers' parameters after every step."""
-    pieces = Pieces(ours.workers[0], method.fragments, method.order)
+    pieces = FragmentPieces(ours.workers[0], method.fragments, method.order)
     numbers, at = {}, 0
     for name, p in ours.workers[0].items():
         numbers[name] = torch.arange(at, at + p.numel()).view(p.shape)
         at += p.numel()
-    counted = Pieces(numbers, method.fragments, method.order)
+    counted = FragmentPieces(numbers, method.fragments, method.order)
     places = [torch.cat([counted[name].reshape(-1) for name in names]) for names in pieces.fragments]
     held = ours.flat().double()
     velocity, rows = torch.zeros_like(held), []
@@ -212,7 +212,7 @@ def test_fragments_are_exchanged_as_the_paper_says(fragments: int, delay: int, m
 def test_fragments_are_views_of_all_of_the_model(order: str) -> None:
     ours = Quadratics(1, sizes=LARGE)
     for count in (1, 2, 4, 7):
-        pieces = Pieces(ours.workers[0], count, order)
+        pieces = FragmentPieces(ours.workers[0], count, order)
         assert sorted(name for names in pieces.fragments for name in names) == sorted(pieces)
         marked = dict(ours.workers[0])
         with torch.no_grad():
@@ -231,11 +231,11 @@ def test_a_large_model_is_cut_evenly_and_what_is_dense_stays_so() -> None:
         "o": torch.empty(2000, 64),
     }
     for order, runs in (("strided", 4), ("sequential", 1)):
-        pieces = Pieces(parameters, 4, order)
+        pieces = FragmentPieces(parameters, 4, order)
         sizes = [sum(pieces[name].numel() for name in names) for names in pieces.fragments]
         assert sum(sizes) == sum(p.numel() for p in parameters.values())
         assert max(sizes) <= sum(sizes) / 4 + runs * 64 + 64
-        # Pieces are views in one stretch of memory, also of a parameter that lies transposed.
+        # FragmentPieces are views in one stretch of memory, also of a parameter that lies transposed.
         assert all(flat_view(x).data_ptr() == x.data_ptr() for x in pieces.values())
     its = pieces.options(Options(exclude=("o",), min_numel=100), gw.FP32())
     dense = dense_names({name: x.numel() for name, x in pieces.items()}, its, gw.FP32())
@@ -252,9 +252,9 @@ def test_synchronise_ends_what_is_in_flight_and_leaves_the_global_parameters() -
     found.synchronise()
     # One was in flight, and the last one is of all pieces.
     assert (rounds, found.link.round) == (3, 4)
-    pieces = Pieces(ours.workers[0], 2, "strided")
+    pieces = FragmentPieces(ours.workers[0], 2, "strided")
     for worker in range(3):
-        own = Pieces(ours.workers[worker], 2, "strided")
+        own = FragmentPieces(ours.workers[worker], 2, "strided")
         assert all(torch.equal(own[name].reshape(-1), found.global_parameters[name]) for name in pieces)
 
 
@@ -272,7 +272,7 @@ def test_a_fragment_may_be_empty() -> None:
     """Two parameters in four fragments: nothing is exchanged in the turn of some, and a state is taken in any."""
     method = gw.StreamingDiLoCo(every=8, fragments=4, delay=2, mixing=0.0)
     whole = Quadratics(3)
-    pieces = Pieces(whole.workers[0], 4, "strided")
+    pieces = FragmentPieces(whole.workers[0], 4, "strided")
     assert [] in pieces.fragments
     found = whole.train(method, 16)
     assert found.link.round == 2 * sum(map(bool, pieces.fragments))

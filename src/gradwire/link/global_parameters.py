@@ -10,13 +10,13 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.codecs import DenseCodec, NoSummary
-from gradwire.exchange.local_steps import GLOBAL, VELOCITY, StepsLocally
 from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Exchange
-from gradwire.exchange.planning import FragmentClock, Pieces, cut
+from gradwire.exchange.planning import FragmentClock, FragmentPieces, cut_fragments
 from gradwire.exchange.protocols import Context, Section, two_shot
 from gradwire.exchange.protocols.bucket_plan import DENSE_TAG, in_range
 from gradwire.exchange.segments import Parameter, flat_view, lay_out
+from gradwire.exchange.steps_locally import GLOBAL, VELOCITY, StepsLocally
 from gradwire.link.parameters import put, swapped
 
 STEPS, FLYING, LEFT = "local_steps", "local_fragment", "local_steps_left"
@@ -56,7 +56,7 @@ class GlobalParameters:
     def __init__(self, method: StepsLocally, parameters: Mapping[str, torch.Tensor], workers: int) -> None:
         self.method, self.workers = method, workers
         self.sends_values = method.exchanges_parameters
-        self.pieces: Pieces = cut(parameters, method)
+        self.pieces: FragmentPieces = cut_fragments(parameters, method)
         self.clock = FragmentClock(method.every, method.fragments, method.delay)
         self._arrived: Means | None = None
         self._velocity: dict[str, torch.Tensor] | None = None
@@ -213,7 +213,7 @@ class OwnParameters:
 
     def __init__(self, method: Method, parameters: Mapping[str, torch.Tensor], workers: int) -> None:
         self.method, self._parameters, self.workers = method, dict(parameters), workers
-        self.pieces = Pieces(self._parameters, 1, "sequential")
+        self.pieces = FragmentPieces(self._parameters, 1, "sequential")
         self.clock = FragmentClock(method.traits.local_steps, 1, 0)
 
     def take(self) -> None:

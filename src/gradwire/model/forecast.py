@@ -12,10 +12,10 @@ from typing import cast
 import torch
 
 from gradwire.errors import GradwireError
-from gradwire.exchange.local_steps import VELOCITY, StepsLocally
 from gradwire.exchange.method import Method
 from gradwire.exchange.pace import AtOwnPace
-from gradwire.exchange.planning import Options, Pieces, Planner, exchanged, own_buckets
+from gradwire.exchange.planning import FragmentPieces, Options, Planner, exchanged, own_buckets
+from gradwire.exchange.steps_locally import VELOCITY, StepsLocally
 from gradwire.methods.auto import not_comparable
 from gradwire.methods.spec import method as read_method
 from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, jobs_of, nothing_but_the_sum
@@ -100,7 +100,7 @@ def cycle_of(
     chosen, given = read_method(method), options or Options()
     pieces, its = exchanged(chosen, parameters, given)
     steps = None if chosen.traits.outcomes_differ else cast(StepsLocally, chosen)
-    groups = pieces.fragments if isinstance(pieces, Pieces) else [list(pieces)]
+    groups = pieces.fragments if isinstance(pieces, FragmentPieces) else [list(pieces)]
     planner = Planner(chosen, pieces, world_size, its)
     planner.compile()
     fragments = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch.autograd import profiler
 
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
-from gradwire.exchange.wire import SEAL_BYTES
+from gradwire.exchange.wire import SUM_BYTES
 
 GATHERED_REDUCE_BYTES = 1 << 16
 """Reductions that do not depend on the order, up to this size, use one gather instead of a ring.
@@ -121,7 +121,7 @@ def op_bytes(op: Op, world_size: int, rank: int = 0, keyed_bytes: int = 0) -> tu
         return int(op.lengths.sum()) + told, int(op.arrived.sum()) + told
     if isinstance(op, Reduce):
         size = op.value.numel() * op.value.element_size()
-        count = (size + SEAL_BYTES) * others if gathers(op) else round(2 * size * others / world_size)
+        count = (size + SUM_BYTES) * others if gathers(op) else round(2 * size * others / world_size)
         count += keyed_bytes * others * (1 if gathers(op) else 2)
     elif isinstance(op, AllToAll):
         count = (op.send.shape[1] + keyed_bytes) * others

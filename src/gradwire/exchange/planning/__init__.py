@@ -1,6 +1,6 @@
 """The exchange plan of each bucket: users' options, layouts, and the choice of collectives."""
 
-from gradwire.exchange.planning.fragments import FragmentClock, Pieces, cut, exchanged
+from gradwire.exchange.planning.fragments import FragmentClock, FragmentPieces, cut_fragments, exchanged
 from gradwire.exchange.planning.options import (
     CHUNK_NUMEL,
     Collective,
@@ -29,15 +29,15 @@ __all__ = [
     "Collective",
     "Fallback",
     "FragmentClock",
+    "FragmentPieces",
     "KernelBackend",
     "LinkOptions",
     "Options",
-    "Pieces",
     "Placement",
     "Planner",
     "RareOptions",
     "TransportName",
-    "cut",
+    "cut_fragments",
     "dense_names",
     "exchanged",
     "measure_coders",

@@ -9,11 +9,11 @@ from typing import cast
 
 import torch
 
-from gradwire.exchange.local_steps import StepsLocally
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning.options import Options, dense_names
 from gradwire.exchange.protocols import REDUCE_SCATTER
 from gradwire.exchange.segments import local_shard
+from gradwire.exchange.steps_locally import StepsLocally
 
 LEAST = 1024
 """Least number of elements of a parameter that is divided."""
@@ -32,7 +32,7 @@ class _Piece:
     rows: int
 
 
-class Pieces(Mapping[str, torch.Tensor]):
+class FragmentPieces(Mapping[str, torch.Tensor]):
     """Pieces of a model, by name: views of whole parameters, or of blocks of rows of large ones, assigned to fragments.
 
     The elements, in the order of the parameters, are divided into runs of about equal length, which are assigned to the
@@ -48,7 +48,7 @@ class Pieces(Mapping[str, torch.Tensor]):
         fragments: The names of each fragment's pieces.
 
     Example:
-        >>> pieces = Pieces({"w": torch.zeros(100, 30), "b": torch.zeros(100)}, 2, "sequential")
+        >>> pieces = FragmentPieces({"w": torch.zeros(100, 30), "b": torch.zeros(100)}, 2, "sequential")
         >>> pieces.fragments, pieces["w[52:100]"].shape
         ([['w[0:52]'], ['w[52:100]', 'b']], torch.Size([48, 30]))
     """
@@ -109,9 +109,9 @@ def _cut(name: str, p: torch.Tensor, bounds: Sequence[float]) -> Iterator[tuple[
         yield _Piece(name, dim, begin, end - begin), (end - begin) * row
 
 
-def cut(parameters: Mapping[str, torch.Tensor], method: StepsLocally) -> Pieces:
+def cut_fragments(parameters: Mapping[str, torch.Tensor], method: StepsLocally) -> FragmentPieces:
     """Return the pieces in which a method with local steps exchanges parameters."""
-    return Pieces(parameters, method.fragments, method.order)
+    return FragmentPieces(parameters, method.fragments, method.order)
 
 
 def exchanged(
@@ -123,7 +123,7 @@ def exchanged(
             # Replicas of a shard exchange the shard; a reduce-scatter exchanges whole parameters.
             parameters = {name: local_shard(p) for name, p in parameters.items()}
         return parameters, options
-    pieces = cut(parameters, cast(StepsLocally, method))
+    pieces = cut_fragments(parameters, cast(StepsLocally, method))
     return pieces, pieces.options(options, method)
 
 

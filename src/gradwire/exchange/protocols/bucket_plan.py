@@ -28,7 +28,7 @@ from gradwire.exchange.protocols import (
     all_reduce,
     gathered_mean,
 )
-from gradwire.exchange.protocols.pieces import Pieces, cut, join, shard_out, share_out
+from gradwire.exchange.protocols.division import Pieces, cut, even_shares, join, row_shards
 from gradwire.exchange.protocols.sections import Bound, BoundChunk, BoundPart, BoundShard, Prepared
 from gradwire.exchange.protocols.shares import reduce_scatter
 from gradwire.exchange.segments import Segment, divide
@@ -264,14 +264,14 @@ class SectionPlan(BucketPlan):
 
     def _shared_out(self, ours: Pieces, rest: Pieces) -> BoundChunk:
         world_size = self.setting.world_size
-        parts = zip(share_out(ours, world_size, self.method.traits.share_cut), share_out(rest, world_size, 1))
+        parts = zip(even_shares(ours, world_size, self.method.traits.share_cut), even_shares(rest, world_size, 1))
         # The mean is encoded as the vector of a single worker, the owner.
         return BoundChunk(None, [(self._part(*part), self._part(*part, world_size=1)) for part in parts])
 
     def _sharded(self, ours: Pieces, rest: Pieces) -> BoundChunk:
         world_size, shards = self.setting.world_size, list[BoundShard]()
         made: dict[tuple[Segment, ...], BoundPart] = {}
-        wide, narrow, own = (shard_out(p, world_size, g) for p, g in ((ours, self.grain), (rest, 1), (ours, 1)))
+        wide, narrow, own = (row_shards(p, world_size, g) for p, g in ((ours, self.grain), (rest, 1), (ours, 1)))
         for mine, dense, owned in zip(wide, narrow, own):
             key = tuple(piece for piece, _ in mine)
             if key not in made:

@@ -14,13 +14,13 @@ from gradwire.exchange.wire.header import (
 )
 from gradwire.exchange.wire.packing import Measured, OrAbsent, Packing, Whole, packing
 from gradwire.exchange.wire.rows import ALIGNMENT, Rows, VariableRows, padded
-from gradwire.exchange.wire.sealed import SEAL_BYTES, open_sealed, sealed
+from gradwire.exchange.wire.small_values import SUM_BYTES, checked_values, with_checksum
 
 __all__ = [
     "ALIGNMENT",
     "EVERYONE",
     "HEADER_BYTES",
-    "SEAL_BYTES",
+    "SUM_BYTES",
     "WIRE_VERSION",
     "Header",
     "Measured",
@@ -30,10 +30,10 @@ __all__ = [
     "VariableRows",
     "Whole",
     "check_rows",
-    "open_sealed",
+    "checked_values",
     "packing",
     "padded",
     "pretend_senders",
     "seal_rows",
-    "sealed",
+    "with_checksum",
 ]

@@ -90,7 +90,7 @@ class Header:
 def seal_rows(rows: torch.Tensor, header: Header, sender: int, receivers: Sequence[int]) -> None:
     """Seal rows (uint8 ``[len(receivers), bytes]``) that have bodies: write the header and checksum of each.
 
-    Rows on a device are sealed there, without reading them back.
+    Rows on a device get their checksums there, without reading them back.
     """
     heads = _heads([header.to_bytes(sender, receiver) for receiver in receivers])
     if rows.device.type != "cpu":

@@ -19,7 +19,7 @@ from gradwire.errors import PayloadError
 from gradwire.exchange.drivers import Future, Lane
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.ops import AllGather, AllToAll, Exchange
-from gradwire.exchange.wire import open_sealed, sealed
+from gradwire.exchange.wire import checked_values, with_checksum
 from gradwire.model.probing import Probed
 
 
@@ -73,7 +73,7 @@ class ControlChannel:
             ExchangeError: a rank is gone.
             PayloadError: a rank's message changed in transit.
         """
-        mine, number = self._sealed(values)
+        mine, number = self._message(values)
         return self._opened(self.run(_all_gather(mine, self._lane.world_size)), number)
 
     def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:
@@ -85,7 +85,7 @@ class ControlChannel:
             ExchangeError: a rank is gone; the returned function raises it.
         """
         n = self._lane.world_size
-        mine, number = self._sealed(values)
+        mine, number = self._message(values)
         recv = torch.empty((n, mine.numel()), dtype=torch.uint8)
         begun = self._lane.run(_all_to_all(mine.repeat(n, 1), recv), at_once=True)
 
@@ -108,14 +108,14 @@ class ControlChannel:
         except Exception as error:
             raise self._failed(error, about) from error
 
-    def _sealed(self, values: Sequence[float]) -> tuple[torch.Tensor, int]:
+    def _message(self, values: Sequence[float]) -> tuple[torch.Tensor, int]:
         """Return the bytes of a message, with a checksum that includes its number, and the number."""
         self._messages += 1
-        return sealed(torch.tensor(values, dtype=torch.float64), self._lane.rank, self._messages), self._messages
+        return with_checksum(torch.tensor(values, dtype=torch.float64), self._lane.rank, self._messages), self._messages
 
     def _opened(self, rows: torch.Tensor, number: int, about: str = "the choice of a method") -> list[list[float]]:
         try:
-            found: list[list[float]] = open_sealed(rows, torch.float64, "numbers", number).tolist()
+            found: list[list[float]] = checked_values(rows, torch.float64, "numbers", number).tolist()
         except PayloadError as error:
             raise self._failed(error, about) from error
         return found

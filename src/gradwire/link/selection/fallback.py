@@ -228,7 +228,7 @@ def make_selection(
 
     chosen: Selection
     if isinstance(method, Auto):
-        # Trials are compared by sealed messages, whatever the candidates send.
+        # Trials are compared by values with a checksum, whatever the candidates send.
         compiled_s.append(checksum.warm_up())
         left_out, planners = method.unsuited(optimizer, parameters), dict[str, Planner]()
         for spec in (spec for spec in method.traits.tries if spec not in left_out):

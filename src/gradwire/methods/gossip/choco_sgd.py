@@ -14,8 +14,8 @@ from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting
 from gradwire.exchange.protocols.direct import tell_neighbours
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.protocols.payloads import Section, encode, sized, whole_rows
-from gradwire.exchange.protocols.pieces import join
 from gradwire.exchange.segments import Parameter, Segment, divide
 from gradwire.exchange.traits import Traits
 from gradwire.kernels import get_kernels

@@ -10,7 +10,7 @@ import torch
 from gradwire.exchange.ops import Exchange, Reduce
 from gradwire.exchange.protocols import Context, Outcome, collected_values, leader
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import divide
 from gradwire.kernels import SegmentTable
 from gradwire.methods.learned.autoencoder import TRAINER, ElementScales, Training, latent_length, told

@@ -12,7 +12,7 @@ from gradwire.exchange.codecs import Draw, Summary
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome, broadcast, collected, leader
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
-from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import Segment, divide
 from gradwire.exchange.wire import OrAbsent, Packing, Whole, padded
 from gradwire.kernels import SegmentTable

@@ -12,7 +12,7 @@ from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.ops import Exchange, Reduce
 from gradwire.exchange.protocols import Context, Outcome, leader
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import divide
 from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable

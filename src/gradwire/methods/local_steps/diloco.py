@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.exchange.local_steps import GLOBAL, VELOCITY
 from gradwire.exchange.method import Method, Properties, is_number, is_whole, require
+from gradwire.exchange.steps_locally import GLOBAL, VELOCITY
 from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.feedback.local_momentum import checked_momentum

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.local_steps import GLOBAL
 from gradwire.exchange.method import Method, Properties, cast_of, is_whole, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter
+from gradwire.exchange.steps_locally import GLOBAL
 from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.wrappers.wrapper import Around

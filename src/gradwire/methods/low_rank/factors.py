@@ -13,7 +13,7 @@ from gradwire.exchange.method import Method, cast_of, is_number, is_whole, opera
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
-from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import Parameter, Segment
 from gradwire.exchange.traits import Traits
 from gradwire.kernels import MatrixTable

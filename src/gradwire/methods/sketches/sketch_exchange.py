@@ -13,7 +13,7 @@ from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.protocols.bucket_plan import PlanSetting
-from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import divide
 from gradwire.exchange.traits import Traits
 from gradwire.kernels import MOST_COLUMNS, MOST_ROWS, SegmentTable

@@ -14,7 +14,7 @@ from gradwire.exchange.method import Properties, is_number, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import divide
 from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.optimizers import not_stepped

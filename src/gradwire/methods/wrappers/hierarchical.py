@@ -25,7 +25,7 @@ from gradwire.exchange.protocols import (
     within,
 )
 from gradwire.exchange.protocols.bucket_plan import DENSE_TAG, BucketPlan, PlanSetting
-from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import Parameter, Segment, cut_into_shards, join_compressed
 from gradwire.exchange.traits import Traits
 from gradwire.methods.ternary.terngrad import TernGrad

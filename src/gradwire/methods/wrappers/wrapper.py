@@ -14,7 +14,7 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Exchange, Scope
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.exchange.protocols.pieces import join
+from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import Parameter, Segment, divide
 from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable

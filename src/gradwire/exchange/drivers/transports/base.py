@@ -11,7 +11,7 @@ import torch
 
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.ops import Op, Reduce
-from gradwire.exchange.wire import open_sealed, sealed
+from gradwire.exchange.wire import checked_values, with_checksum
 
 Turn: TypeAlias = Callable[[], AbstractContextManager[object]]
 """Waits, when it is entered, until it is this job's turn to send."""
@@ -88,7 +88,7 @@ def reduce_by_gather(
     gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     checks: Checks = AT_ONCE,
 ) -> torch.Tensor:
-    """Reduce a few values: gather them as sealed messages (with a checksum), and reduce them on every rank.
+    """Reduce a few values: gather them with a checksum, and reduce them on every rank.
 
     Args:
         op: A maximum or a minimum.
@@ -98,7 +98,7 @@ def reduce_by_gather(
         gather: ``gather(send, recv)`` sends a vector to all ranks, and returns ``recv`` with a row of each.
         checks: Takes the results of checks of values on a device.
     """
-    mine = sealed(op.value, rank, number)
+    mine = with_checksum(op.value, rank, number)
     received = gather(mine, mine.new_empty((world_size, mine.numel())))
-    rows = open_sealed(received, op.value.dtype, f"values for a {op.op}imum", number, checks=checks)
+    rows = checked_values(received, op.value.dtype, f"values for a {op.op}imum", number, checks=checks)
     return (rows.amax(0) if op.op == "max" else rows.amin(0)).view(op.value.shape)

@@ -1,4 +1,4 @@
-"""Sealed messages: a few values and their checksum, without a header.
+"""A few values and their checksum, without a header.
 
 Layout: the bytes of the values, then the checksum of them and of the words ``(sender, *place)``.
 """
@@ -12,10 +12,10 @@ from gradwire.errors import PayloadError
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.kernels.checksum import checksums, device_checksums
 
-SEAL_BYTES = 8
+SUM_BYTES = 8
 
 
-def sealed(values: torch.Tensor, sender: int, *place: int) -> torch.Tensor:
+def with_checksum(values: torch.Tensor, sender: int, *place: int) -> torch.Tensor:
     """Return the bytes of ``values``, then their checksum, uint8 ``[bytes + 8]``.
 
     Args:
@@ -23,14 +23,14 @@ def sealed(values: torch.Tensor, sender: int, *place: int) -> torch.Tensor:
     """
     row = values.detach().contiguous().view(torch.uint8).reshape(1, -1)
     if row.device.type != "cpu":
-        seal = device_checksums(_heads([(sender, *place)], row.device), row)
-        return torch.cat([row[0], seal.view(torch.uint8)])
+        checksum = device_checksums(_heads([(sender, *place)], row.device), row)
+        return torch.cat([row[0], checksum.view(torch.uint8)])
     octets = row.numpy()
     found = checksums(np.array([(sender, *place)], np.uint64), octets)
     return torch.from_numpy(np.concatenate([octets[0], found.view(np.uint8)]))
 
 
-def open_sealed(
+def checked_values(
     rows: torch.Tensor, dtype: torch.dtype, about: str, *place: int, checks: Checks = AT_ONCE
 ) -> torch.Tensor:
     """Check messages, row r (uint8 ``[ranks, bytes + 8]``) from rank r, and return their values ``[ranks, numel]``.
@@ -41,12 +41,12 @@ def open_sealed(
     """
     if rows.device.type != "cpu":
         rows = rows.contiguous()
-        body, stated = rows[:, :-SEAL_BYTES], rows[:, -SEAL_BYTES:].contiguous().view(torch.int64)[:, 0]
+        body, stated = rows[:, :-SUM_BYTES], rows[:, -SUM_BYTES:].contiguous().view(torch.int64)[:, 0]
         words = _heads([(sender, *place) for sender in range(len(rows))], rows.device)
         checks.require((device_checksums(words, body) == stated).all(), lambda: _difference(rows, dtype, about, place))
         return body.contiguous().view(dtype)
     octets = rows.contiguous().numpy()
-    bodies, sums = octets[:, :-SEAL_BYTES], np.ascontiguousarray(octets[:, -SEAL_BYTES:]).view(np.uint64)[:, 0]
+    bodies, sums = octets[:, :-SUM_BYTES], np.ascontiguousarray(octets[:, -SUM_BYTES:]).view(np.uint64)[:, 0]
     heads = np.array([(sender, *place) for sender in range(len(rows))], np.uint64)
     differs = np.flatnonzero(sums != checksums(heads, bodies))
     if len(differs):
@@ -65,7 +65,7 @@ def _heads(words: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
 def _difference(rows: torch.Tensor, dtype: torch.dtype, about: str, place: tuple[int, ...]) -> PayloadError:
     """Return the error for messages on a device after their check failed there."""
     try:
-        open_sealed(rows.cpu(), dtype, about, *place)
+        checked_values(rows.cpu(), dtype, about, *place)
     except PayloadError as error:
         return error
     return PayloadError(f"{about}: a checksum differed on {rows.device}")

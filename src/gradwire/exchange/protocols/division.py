@@ -47,7 +47,7 @@ def cut(segments: Sequence[Segment], chunk_numel: int, grain: int) -> list[list[
     return chunks
 
 
-def share_out(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
+def even_shares(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
     """Divide pieces into runs of about equal length, one for each rank, at multiples of ``grain`` in the parameter."""
     total, done = sum(piece.numel for piece, _ in pieces), 0
     shares: list[list[tuple[Segment, tuple[int, int]]]] = [[] for _ in range(ranks)]
@@ -62,7 +62,7 @@ def share_out(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
     return list(shares)
 
 
-def shard_out(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
+def row_shards(pieces: Pieces, ranks: int, grain: int) -> list[Pieces]:
     """Divide pieces into each rank's rows of the parameters, extended to multiples of ``grain`` in the parameter.
 
     With a grain above 1, pieces of neighbouring ranks may overlap; with 1, every element belongs to one rank.
