@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
-from gradwire.link.membership.records import Epoch, EpochReport, Member, Offer, R, Request, RunRecord, Seal
+from gradwire.link.membership.records import Epoch, EpochReport, Member, Offer, R, Ready, Request, RunRecord, Seal
 from gradwire.link.membership.steps import named_key
 
 PORT = 29400
@@ -200,7 +200,7 @@ class Board:
 
     # ------------------------------------------------------------------ records
 
-    def put(self, key: str, record: Epoch | EpochReport | Offer) -> None:
+    def put(self, key: str, record: Epoch | EpochReport | Offer | Ready) -> None:
         """Write a record."""
         value = self.seal.close(key, record)
         with self._lock:

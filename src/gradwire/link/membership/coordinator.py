@@ -34,10 +34,10 @@ BACKLOG = 1024
 AHEAD = 8
 """Number of epochs by which members may be ahead of the latest one that the coordinator has found."""
 
-KINDS = frozenset({RUN, ASKS, "ask", "named", "told"})
+KINDS = frozenset({RUN, ASKS, "ask", "invited", "named", "told"})
 """First parts of the keys that members write for a whole run."""
 
-KINDS_OF_EPOCHS = frozenset({"epoch", "links", "offer", "report"})
+KINDS_OF_EPOCHS = frozenset({"candidate", "epoch", "links", "offer", "ready", "report"})
 """First parts of the keys that they write for one epoch, whose number follows; the coordinator removes all others."""
 
 

@@ -51,15 +51,18 @@ class EpochGroup(Group):
         board: The store of the membership.
         silence_s: Seconds without a sign of life after which a member counts as gone.
         key: Key of this epoch, which its members alone know; empty: their messages have no keyed digests.
+        prefix: What the keys of its connections begin with, after the epoch's number.
     """
 
     many_stores = True
     # Members that wait for a reason would report too late to be in the next epoch.
     explains = False
 
-    def __init__(self, epoch: Epoch, place: int, board: Board, silence_s: float, key: bytes = b"") -> None:
+    def __init__(
+        self, epoch: Epoch, place: int, board: Board, silence_s: float, key: bytes = b"", prefix: str = ""
+    ) -> None:
         self.epoch, self.place, self._board, self._key = epoch, place, board, key
-        self._prefix = f"links/{epoch.number}"
+        self._prefix = f"links/{epoch.number}{prefix}"
         self.store = board.store(self._prefix)
         self.ranks, self.timeout = tuple(range(len(epoch.members))), TIMEOUT
         self.has_nccl, self.device = False, torch.device("cpu")
@@ -82,7 +85,7 @@ class EpochGroup(Group):
         self._board.take_back(store)
 
     def connect(self, lanes: int) -> None:
-        """Connect the members (collective call).
+        """Connect the members, if they are not (collective call).
 
         Args:
             lanes: Number of the lanes that a link opens next. Their connections are made at the same time as these:
@@ -91,7 +94,7 @@ class EpochGroup(Group):
         Raises:
             ExchangeError: a member is gone.
         """
-        if self.world_size > 1:
+        if self.world_size > 1 and self._backend is None:
             makes = [partial(self._made, number) for number in range(1 + lanes)]
             own, *spare = self.circle.connected("the connections of an epoch", *makes)
             self._backend, self._spare = own.backend, {number: made.backend for number, made in enumerate(spare)}

@@ -15,6 +15,7 @@ from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.membership.broken_rounds import count_broken, forget_frames
 from gradwire.link.membership.epoch_group import LOOK_S, EpochGroup
 from gradwire.link.membership.party import Party
+from gradwire.link.membership.preparation import Preparation
 from gradwire.link.membership.protocol import Seat
 from gradwire.link.membership.records import Epoch
 
@@ -32,6 +33,8 @@ class EpochLink(Link):
     """The members over which the lanes are open; None while they are not."""
     _vanished: frozenset[str] = frozenset()
     """Ids of the members that had ended or fallen silent without a word when the last epoch's connections ended."""
+    _preparation: Preparation | None = None
+    """Connections of the epoch that may follow."""
     _broken_s: float | None
     """When the connections of the last epoch were broken; None while they are not."""
 
@@ -75,9 +78,33 @@ class EpochLink(Link):
         self._round = self._step = None
 
     def _group_of(self, epoch: Epoch) -> EpochGroup:
+        """Return the members of an epoch as a group, which is connected if it was prepared."""
+        prepared, self._preparation = self._preparation, None
+        group = None if prepared is None else prepared.take(epoch)
+        if group is None:
+            return self._new_group(epoch)
+        group.epoch = epoch
+        return group
+
+    def _new_group(self, epoch: Epoch, prefix: str = "") -> EpochGroup:
         party = self._party
         key = party.board.seal.key_of(f"epoch {epoch.digest()}") if party.keyed else b""
-        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), party.board, party.silence_s, key)
+        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), party.board, party.silence_s, key, prefix)
+
+    def _prepare(self, candidate: Epoch | None) -> None:
+        """Connect to the members of a candidate, in a thread, if this is one of them."""
+        seat, found = self._seat, self._preparation
+        if candidate is None or seat.me.id not in candidate.ids() or (found and found.candidate == candidate):
+            return
+        if seat.epoch is None or candidate.previous == seat.epoch.digest():
+            self._drop_preparation()
+            group = self._new_group(candidate, f"/{candidate.digest()}")
+            self._preparation = Preparation(candidate, seat.me.id, group, self._asked[2], self._party.board)
+
+    def _drop_preparation(self) -> None:
+        found, self._preparation = self._preparation, None
+        if found is not None:
+            found.drop()
 
     def _watch_over(self) -> threading.Condition | None:
         """Look for what has changed; return the condition that is notified when members end."""

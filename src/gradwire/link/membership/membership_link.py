@@ -159,6 +159,7 @@ class MembershipLink(WatchingLink):
         """Leave now, between two rounds: what was not sent yet is lost, unless the others end, too."""
         with self._lock:
             self._stop_serving()
+            self._drop_preparation()
             seat = self._seat
             if seat.epoch is not None and not seat.left:
                 for report in seat.part():
@@ -198,6 +199,7 @@ class MembershipLink(WatchingLink):
         self._party.counts["left_out"] += 1
         self._problem, self._in_flight = None, False
         self._hang_up("comes again")
+        self._drop_preparation()
         self._seat.again()
         self._come_in()
 

@@ -286,6 +286,8 @@ class QuorumLink(MembershipLink):
         self._runtime.memory.sits_out = not share
         self._starting = self._local.started
 
+    _prepares = False
+
     def _be_seen(self) -> None:
         """Do nothing: the thread that takes rounds is never long away."""
 

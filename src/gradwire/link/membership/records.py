@@ -222,6 +222,31 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """The word of a member that it is connected to all others of a candidate.
+
+    Attributes:
+        digest: Digest of the candidate.
+        id: Id of the member.
+    """
+
+    digest: str
+    id: str
+
+    @staticmethod
+    def read(table: Any) -> Ready:
+        """Read a table.
+
+        Raises:
+            ValueError: it is not such a word.
+        """
+        digest, id = _fields(table, "digest", "id")
+        _check(isinstance(digest, str) and _HEX.fullmatch(digest) is not None, "a candidate's digest")
+        _check(isinstance(id, str) and _ID.fullmatch(id) is not None, "a member's id")
+        return Ready(digest, id)
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """The run that a coordinator keeps.
 
@@ -243,8 +268,8 @@ class RunRecord:
         return RunRecord(id)
 
 
-Record = Epoch | EpochReport | Request | Offer | RunRecord
-R = TypeVar("R", Epoch, EpochReport, Request, Offer, RunRecord)
+Record = Epoch | EpochReport | Request | Offer | Ready | RunRecord
+R = TypeVar("R", Epoch, EpochReport, Request, Offer, Ready, RunRecord)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,21 @@ def told_key(id: str) -> str:
     return f"told/{id}"
 
 
+def candidate_key(number: int) -> str:
+    """Return the key of the latest candidate for an epoch."""
+    return f"candidate/{number}"
+
+
+def invited_key(id: str) -> str:
+    """Return the key of the latest candidate with a worker that has asked."""
+    return f"invited/{id}"
+
+
+def ready_key(number: int, digest: str, id: str) -> str:
+    """Return the key at which a member tells that it is connected to all others of a candidate."""
+    return f"ready/{number}/{digest}/{id}"
+
+
 @dataclass(frozen=True)
 class Put:
     """Write a record."""

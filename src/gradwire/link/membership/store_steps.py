@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from gradwire.errors import ExchangeError
 from gradwire.link.failures import WarnOnce
 from gradwire.link.membership.epoch_group import LOOK_S, EpochGroup
+from gradwire.link.membership.preparation import candidate_of
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request
 from gradwire.link.membership.serving_link import ServingLink
-from gradwire.link.membership.steps import FIRST, epoch_key, report_key
+from gradwire.link.membership.steps import FIRST, candidate_key, epoch_key, invited_key, report_key
 
 POLL_S = 0.02
 """Time between two looks for a record that is waited for."""
@@ -26,6 +27,10 @@ class StoreSteps(ServingLink):
     _warnings: WarnOnce
     _asked_s: tuple[float, tuple[Member, ...]]
     """When requests were read for the last time, and from whom they were."""
+    _attempts = 0
+    """Number of candidates that this member has written."""
+    _prepares = True
+    """Whether members connect to newcomers before they take them in."""
 
     def _collect(self, keys: Sequence[str]) -> tuple[EpochReport, ...]:
         board, grace_s, epoch = self._party.board, self._party.grace_s, self._seat.current
@@ -68,9 +73,11 @@ class StoreSteps(ServingLink):
             found = board.get(key, Epoch)
             if found is not None:
                 return found
+            self._prepare(board.get(invited_key(self._seat.me.id), Epoch))
             board.ask(Request(self._seat.me, self._terms))
             self._catch_up()
-            time.sleep(5 * POLL_S)
+            # Once it is connected to the others, it is named soon, and then they wait for it.
+            time.sleep(POLL_S if self._preparation else 5 * POLL_S)
         raise ExchangeError(
             f"no member took this worker ({self._seat.me.name}) in within {self._party.patience_s:.0f} s: the members "
             "are gone (start the coordinator again without its state, and all workers from a checkpoint), take long "
@@ -110,9 +117,27 @@ class StoreSteps(ServingLink):
                     "parameter than this member: it was refused",
                 )
         # Asked in every round, the store would be part of its time.
-        self._asked_s = (time.monotonic(), tuple(member for member in found if member.id not in known))
+        wanted = tuple(member for member in found if member.id not in known)
+        self._asked_s = (time.monotonic(), self._prepared(wanted) if self._prepares else wanted)
         self._answer_asking(asking)
         return self._asked_s[1]
+
+    def _prepared(self, wanted: tuple[Member, ...]) -> tuple[Member, ...]:
+        """Return those of some workers with which all members are connected; have them connect to others."""
+        epoch, found, board = self._seat.epoch, self._preparation, self._party.board
+        if epoch is None or not wanted:
+            return wanted
+        ids = {member.id for member in wanted}
+        new = () if found is None or found.is_over() else found.candidate.new
+        if found is None or not new or found.candidate.previous != epoch.digest() or not ids.issuperset(new):
+            self._attempts += 1
+            candidate = candidate_of(epoch, wanted, self._attempts)
+            board.put(candidate_key(candidate.number), candidate)
+            for member in wanted:
+                board.put(invited_key(member.id), candidate)
+            self._prepare(candidate)
+            return ()
+        return tuple(member for member in wanted if member.id in new) if found.all_are_ready() else ()
 
     def _look_for_requests(self) -> None:
         self._asked_s = (-LOOK_S, ())

@@ -81,6 +81,8 @@ class WatchingLink(StoreSteps):
                 elif seat.epoch.members[0].id == seat.me.id:
                     # A request counts from the second look on: the round's vote must not be the first.
                     self._requests()
+                else:
+                    self._prepare(self._party.board.get(p.candidate_key(seat.epoch.number + 1), Epoch))
                 self._be_seen()
             except Exception as problem:  # raised in the thread of the training
                 self._problem = problem
