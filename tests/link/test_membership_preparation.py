@@ -135,7 +135,7 @@ class Connected:
         """Do nothing."""
 
     def gone(self) -> bool:
-        """Nobody is."""
+        """Return that nobody is."""
         return False
 
     def leave(self, how: str) -> None:

@@ -50,14 +50,13 @@ class Preparation:
     def _connect(self, group: EpochGroup, lanes: int) -> None:
         try:
             group.connect(lanes)
+            # Once the others have its word, the epoch may follow at any moment.
+            self._is_ready = True
             self._board.put(self._key(self._me), Ready(self.candidate.digest(), self._me))
         except (ExchangeError, RuntimeError, dist.DistError) as error:
             logging.getLogger("gradwire").info("epoch %d was not prepared: %s", self.candidate.number, error)
             self.failed = True
             self.drop()
-            return
-        with self._lock:
-            self._is_ready = True
 
     def is_over(self) -> bool:
         """Return whether a member of it is gone."""
@@ -79,17 +78,24 @@ class Preparation:
         with self._lock:
             taken = self._is_ready and not self.failed and suits(self.candidate, epoch)
             group, self._group = self._group, None
-        if taken or group is None:
-            return group
-        group.leave("has gone on to another epoch")
-        return None
+        if not taken:
+            self._end(group)
+        return group if taken else None
 
     def drop(self) -> None:
         """End the connections, unless they were taken."""
         with self._lock:
             group, self._group = self._group, None
-        if group is not None:
-            group.leave("has gone on to another epoch")
+        self._end(group)
+
+    def _end(self, group: EpochGroup | None) -> None:
+        if group is None:
+            return
+        if not self._is_ready:
+            # A thread that still connects would wait for the others.
+            for id in set(self.candidate.ids()) - {self._me}:
+                group.count_out(id)
+        group.leave("has gone on to another epoch")
 
 
 def candidate_of(epoch: Epoch, newcomers: tuple[Member, ...], attempt: int) -> Epoch:
