@@ -45,8 +45,8 @@ and nothing else did. Those with 2 are older, and ran at once with those of torc
 - Digests are those of the parameters after a round, of one replica beside another.
 - *Load* is the system's average of the last 15 minutes at the end: processes that run or wait for one of the two cores.
 
-A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own. That below is older,
-has a fault each 15 s and SIGSTOP for 8 s, and was made while others used the machine."""
+A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own. Nothing else ran beside that
+below."""
 
 MEMBERS_LOSS = """### Loss under changes
 
