@@ -35,7 +35,7 @@ MEMBERS = """## Workers that come and go
 connections of one replica cut, leaving by its own word, and one flipped bit in what it receives, in turn. What ends is started
 anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step. A
 replica that gives no sign of life for `silence_s` is lost. The three trials with `silence_s` 1 ran at once, begun ten seconds apart,
-and nothing else did. Those with 2 are older, and ran at once with those of torchft below: 40 replicas on two cores, half of whose time was idle.
+and nothing else did. Those with 2 and no emulated network are older, and ran at once with those of torchft below: 40 replicas on two cores, half of whose time was idle.
 
 - Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all the time. So it
   includes what a replica that is away does not compute.
