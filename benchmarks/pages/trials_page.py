@@ -45,8 +45,8 @@ and nothing else did. Those with 2 and no emulated network are older, and ran at
 - Digests are those of the parameters after a round, of one replica beside another.
 - *Load* is the system's average of the last 15 minutes at the end: processes that run or wait for one of the two cores.
 
-A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own. Nothing else ran beside that
-below."""
+A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own. The one
+below ran alone."""
 
 MEMBERS_LOSS = """### Loss under changes
 
