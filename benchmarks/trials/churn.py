@@ -453,11 +453,11 @@ def _signal(process: Any, number: int) -> None:
 
 
 def rate(rounds: Iterable[Round], since_s: float, until_s: float) -> tuple[float, float]:
-    """Return rounds a second, and replicas times rounds a second, from the last round before a time to the last one.
+    """Return rounds a second, and replicas times rounds a second, between the last rounds before two times.
 
     If no round counted before ``until_s`` for three times the usual, that time counts as well.
     """
-    found = sorted(rounds, key=lambda round: round.at_s)
+    found = sorted((round for round in rounds if round.at_s <= until_s), key=lambda round: round.at_s)
     first_s = max((round.at_s for round in found if round.at_s <= since_s), default=since_s)
     later = [round for round in found if round.at_s > first_s]
     last_s = later[-1].at_s if later else first_s
@@ -470,9 +470,9 @@ def rate(rounds: Iterable[Round], since_s: float, until_s: float) -> tuple[float
 
 @dataclass
 class Phase:
-    """What a trial came to: the rounds and the faults since the end of the undisturbed phase."""
+    """When faults were given, which, and the rates of :func:`rate` before the first and after the last of them."""
 
-    quiet: tuple[float, float]
+    quiet: list[tuple[float, float]]
     began_s: float
     ended_s: float
     faults: list[tuple[float, str]] = field(default_factory=list)
@@ -480,9 +480,10 @@ class Phase:
 
 def judged(trial: Trial, phase: Phase, given: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a trial."""
-    quiet, began_s = phase.quiet, phase.began_s
+    # A machine's own pace can change by a hundredth in half an hour: it is taken before and after.
+    quiet, began_s = tuple(map(mean, zip(*phase.quiet))), phase.began_s
     disturbed = rate(trial.counted.values(), began_s, phase.ended_s)
-    times = sorted(found.at_s for found in trial.counted.values() if found.at_s >= began_s)
+    times = sorted(found.at_s for found in trial.counted.values() if began_s <= found.at_s <= phase.ended_s)
     ends = [began_s, *times, phase.ended_s]
     gaps = list(itertools.pairwise(ends))
     pauses: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -502,6 +503,7 @@ def judged(trial: Trial, phase: Phase, given: argparse.Namespace) -> dict[str, A
         **{f"faults_{kind}": given_kinds.count(kind) for kind in KINDS},
         "rounds": len(times),
         "undisturbed_rounds_per_s": round(quiet[0], 3),
+        "undisturbed_phases": [round(rounds, 3) for rounds, _ in phase.quiet],
         "rounds_per_s": round(disturbed[0], 3),
         "rounds_kept": round(disturbed[0] / quiet[0], 4),
         "throughput_kept": round(disturbed[1] / quiet[1], 4),
@@ -563,7 +565,7 @@ def tried(
         quiet_s = time.monotonic()
         trial.read(given.quiet_s)
         began_s = time.monotonic()
-        phase = Phase(rate(trial.counted.values(), quiet_s, began_s), began_s, began_s)
+        phase = Phase([rate(trial.counted.values(), quiet_s, began_s)], began_s, began_s)
         trial.rejoined.clear()
         trial.met.clear()
         trial.away_s, trial.ended_by_itself = 0.0, 0
@@ -579,6 +581,9 @@ def tried(
         except HaltedError as error:
             halted = str(error)
         phase.ended_s = time.monotonic()
+        if not halted:
+            trial.read(given.quiet_s)
+            phase.quiet.append(rate(trial.counted.values(), phase.ended_s, time.monotonic()))
         found = judged(trial, phase, given)
     finally:
         trial.close()
@@ -593,7 +598,7 @@ def tried(
         "stop_s": given.stop_s,
         "silence_s": given.silence_s,
         "steps": steps,
-        "pace": round(phase.quiet[1] * steps * given.compute_s / given.replicas, 4),
+        "pace": round(mean(both for _, both in phase.quiet) * steps * given.compute_s / given.replicas, 4),
         **found,
         "halted": halted,
     }
@@ -603,7 +608,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a trial to a command line."""
     parser.add_argument("--minutes", type=float, default=30.0, help="of disturbance under each method")
     parser.add_argument("--every-s", type=float, default=30.0, help="seconds between two faults")
-    parser.add_argument("--quiet-s", type=float, default=60.0, help="seconds without a fault at first")
+    parser.add_argument("--quiet-s", type=float, default=60.0, help="seconds without a fault, at first and at last")
     parser.add_argument("--stop-s", type=float, default=10.0)
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--compute-s", type=float, default=0.25, help="slept in each step")

@@ -39,7 +39,8 @@ def test_each_way_of_a_peer_has_the_faults_of_a_method_of_ours() -> None:
 
 def test_a_rate_is_counted_from_round_to_round() -> None:
     rounds = [Round(float(at), 8.0 if at < 10 else 4.0) for at in range(20)]
-    assert churn.rate(rounds, 4.5, 9.5) == (1.0, pytest.approx((5 * 8 + 10 * 4) / 15))
+    assert churn.rate(rounds, 4.5, 19.5) == (1.0, pytest.approx((5 * 8 + 10 * 4) / 15))
+    assert churn.rate(rounds, 4.5, 9.5) == (1.0, 8.0), "what comes later does not count"
     assert churn.rate(rounds[:5], 1.0, 4.0) == (1.0, 8.0)
     assert churn.rate([], 0.0, 10.0) == (0.0, 0.0)
     halted = churn.rate(rounds, 9.0, 19.0 + 2 * churn.HANG_S)
@@ -59,13 +60,14 @@ def imagined(rounds: dict[int, Round], **more: object) -> types.SimpleNamespace:
 def test_figures_of_a_trial() -> None:
     given = argparse.Namespace(replicas=8, every_s=10.0)
     # A round a second of 8 replicas; one is lost at 20 s, which costs 4 s, and is in again at 40 s.
-    at = [*range(21), *range(25, 101)]
+    at = [*range(21), *range(25, 101), 110, 190]
     rounds = {i: Round(float(s), 7.0 if 20 < s < 40 else 8.0) for i, s in enumerate(at)}
-    phase = Phase((1.0, 8.0), 0.0, 100.0, [(20.0, "kill"), (50.0, "cut")])
+    phase = Phase([(1.1, 9.0), (0.9, 7.0)], 0.0, 100.0, [(20.0, "kill"), (50.0, "cut")])
     row = churn.judged(imagined(rounds), phase, given)
     assert row["faults"] == 2
     assert (row["faults_kill"], row["faults_cut"], row["faults_stop"]) == (1, 1, 0)
     assert row["rounds_kept"] == 0.96
+    assert row["undisturbed_phases"] == [1.1, 0.9]
     assert row["met_s_median"] == 0.7
     assert row["throughput_kept"] == pytest.approx((96 * 8 - 15) / 800, abs=1e-4)
     assert row["away"] == 0.02
@@ -82,7 +84,7 @@ def test_a_halt_is_a_hang_and_lowers_the_throughput() -> None:
     rounds = {i: Round(float(i), 8.0) for i in range(31)}
     trial = imagined(rounds)
     del trial.digests[0, 60]
-    row = churn.judged(trial, Phase((1.0, 8.0), 0.0, 120.0), given)
+    row = churn.judged(trial, Phase([(1.0, 8.0)], 0.0, 120.0), given)
     assert (row["hangs"], row["throughput_kept"], row["longest_pause_s"]) == (1, 0.25, 90.0)
 
 
@@ -117,7 +119,7 @@ def test_cutting_off_breaks_connections_with_other_processes_alone() -> None:
 def test_the_page_shows_peers_beside_ours_and_names_what_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     given = argparse.Namespace(replicas=8, every_s=10.0)
     rounds = {i: Round(float(i), 8.0) for i in range(101)}
-    figures = churn.judged(imagined(rounds), Phase((1.0, 8.0), 0.0, 100.0), given)
+    figures = churn.judged(imagined(rounds), Phase([(1.0, 8.0)], 0.0, 100.0), given)
     row = {"method": "terngrad", "lab": "", "silence_s": 2.0, "pace": 0.9, "steps": 8, **figures}
     machine = {"cpu": "a", "cores": 2, "versions": {"gradwire": "9"}, "date_utc": "2026-01-01T"}
     ours = {**machine, "rows": [row, {**row, "method": "elsewhere", "lab": "delay=20ms"}, {**row, "silence_s": 1.0}]}
