@@ -34,19 +34,21 @@ MEMBERS = """## Workers that come and go
 [membership](membership.md), first undisturbed, then with a fault each {every_s:g} s: SIGKILL, SIGSTOP for {stop_s:g} s, all
 connections of one replica cut, leaving by its own word, and one flipped bit in what it receives, in turn. What ends is started
 anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step. A
-replica that gives no sign of life for `silence_s` is lost. The three trials with `silence_s` 1 ran at once, begun ten seconds apart,
-and nothing else did. Those with 2 and no emulated network are older, and ran at once with those of torchft below: 40 replicas on two cores, half of whose time was idle.
+replica that gives no sign of life for `silence_s` is lost. Several trials ran at once where *at once* says so, begun ten or fifteen seconds
+apart, and nothing else did. Those with `silence_s` 2 and no emulated network are older, and ran with those of torchft below: 40 replicas on two
+cores, half of whose time was idle.
 
 - Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all the time. So it
-  includes what a replica that is away does not compute.
+  includes what a replica that is away does not compute. The undisturbed pace is that of a minute before the faults and, where there are two
+  figures, of one after them. A pace that was taken before alone may be off by a hundredth or two, since the machine's own changes: pauses were as
+  short in the trial of `terngrad` that ran alone and is said to have kept least.
 - *Away* is the share of the time of replicas that the trial itself took: while they were stopped, and from the end of a process
   until its successor ran. *Of those present* is the throughput as a share of what was left.
 - A replica is in again when it has taken a round, counted from the start of its process, or from SIGCONT.
 - Digests are those of the parameters after a round, of one replica beside another.
 - *Load* is the system's average of the last 15 minutes at the end: processes that run or wait for one of the two cores.
 
-A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own. The one
-below ran alone."""
+A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own."""
 
 MEMBERS_LOSS = """### Loss under changes
 
@@ -220,15 +222,17 @@ def _members() -> list[str]:
     found = result("trials/trials_membership")
     if found is None:
         return []
-    rows = sorted(found["rows"], key=lambda row: (bool(row["lab"]), row["silence_s"]))
+    rows = sorted(found["rows"], key=lambda row: (bool(row["lab"]), -row["silence_s"], len(_phases(row))))
     table = [
         (
             f"`{row['method']}`",
             f"{row['seconds'] / 60:.0f}",
             row["lab"] or "none",
             f"{row['silence_s']:g}",
+            row.get("at_once", "-"),
             row["faults"],
             row["rounds"],
+            " / ".join(f"{pace:.2f}" for pace in _phases(row)),
             f"{100 * row['throughput_kept']:.1f}",
             f"{100 * row['away']:.1f}",
             f"{100 * row['kept_of_present']:.1f}",
@@ -241,9 +245,14 @@ def _members() -> list[str]:
         )
         for row in rows
     ]
-    head = ("method", "minutes", "emulated network", "`silence_s`", "faults", "rounds", "throughput kept, %", "away, %", "of those present, %", "rounds kept, %", "longest pause, s",
+    head = ("method", "minutes", "emulated network", "`silence_s`", "at once", "faults", "rounds", "undisturbed rounds a second", "throughput kept, %", "away, %", "of those present, %", "rounds kept, %", "longest pause, s",
             "in again, median / longest, s", "digests that differ", "hangs", "load")  # fmt: skip
     return [MEMBERS.format(**rows[0]), "", _where(found), "", *_table(head, table)]
+
+
+def _phases(row: dict[str, Any]) -> list[float]:
+    """Return the rounds a second of a trial's undisturbed phases."""
+    return row.get("undisturbed_phases", [row["undisturbed_rounds_per_s"]])
 
 
 def _members_loss() -> list[str]:

@@ -597,6 +597,7 @@ def tried(
         "every_s": given.every_s,
         "stop_s": given.stop_s,
         "silence_s": given.silence_s,
+        "at_once": given.at_once,
         "steps": steps,
         "pace": round(mean(both for _, both in phase.quiet) * steps * given.compute_s / given.replicas, 4),
         **found,
@@ -615,4 +616,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--silence-s", type=float, default=2.0, help="without a sign of life, a replica is lost")
     parser.add_argument("--method", action="append")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each is a run of so many minutes")
+    parser.add_argument("--at-once", type=int, default=1, help="trials that run beside this one, and itself: noted")
     parser.add_argument("--json", type=Path)
