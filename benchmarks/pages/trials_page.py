@@ -48,7 +48,8 @@ cores, half of whose time was idle.
 - Digests are those of the parameters after a round, of one replica beside another.
 - *Load* is the system's average of the last 15 minutes at the end: processes that run or wait for one of the two cores.
 
-A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own."""
+A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own.
+While the two of half an hour ran, programs of idle priority computed on the same two cores."""
 
 MEMBERS_LOSS = """### Loss under changes
 
