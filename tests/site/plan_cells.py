@@ -21,6 +21,7 @@ from gradwire.model import exchange_profile as exchange
 from gradwire.model import forecast as cycle
 from gradwire.model.exchange_profile import BucketJobs
 from gradwire.model.machine import Machine
+from gradwire.tools.cli import plan_command
 from gradwire.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +105,16 @@ def seconds_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     def own_work(method: Any, numel: int, workers: int, repeats: int) -> float:
         return methods[repr(method)]["local"]["own_s_per_element"] * numel
 
+    # Each question is asked for its rows and for its sentences.
+    forecast, made = plan_command.forecast, dict[str, Any]()
+
+    def forecast_once(*asked: Any) -> Any:
+        key = repr(asked)
+        if key not in made:
+            made[key] = forecast(*asked)
+        return made[key]
+
+    monkeypatch.setattr(plan_command, "forecast", forecast_once)
     monkeypatch.setattr(Planner, "measure_coders", lambda planner: {CODER: 0.0})
     monkeypatch.setattr(exchange, "jobs_of", jobs_of)
     monkeypatch.setattr(cycle, "jobs_of", jobs_of)
