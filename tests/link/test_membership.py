@@ -137,6 +137,29 @@ def test_a_stopped_worker_is_left_behind_and_comes_again() -> None:
         assert same_bits(a, b, c) >= 12
 
 
+def test_a_worker_that_was_stopped_while_many_epochs_began_comes_in_again() -> None:
+    with crew() as workers:
+        soon = {"silence_s": 2.0, "until_told": True}
+        a, b, c = begin(workers, "abc", "ErrorFeedback(TopK(density=0.1))", 0, a=soon, b=soon, c=soon)
+        b.reach(5)
+        b.signal(signal.SIGSTOP)
+        for name in "def":
+            comer = workers.start(name, train, "ErrorFeedback(TopK(density=0.1))", 1, 0, soon)
+            comer.reach(1)
+            comer.signal(signal.SIGKILL)
+            a.reach(max(comer.steps) + 4)
+        while (latest := workers.coordinator.epoch) is None or latest.number < 8:
+            time.sleep(0.05)
+        time.sleep(1.0)  # until the keys of old epochs are gone
+        b.signal(signal.SIGCONT)
+        b.reach(max(a.steps) + 4)
+        for worker in (a, b, c):
+            worker.tell("end")
+        assert all(worker.end() for worker in (a, b, c))
+        assert b.result["left_out"] == 1
+        assert same_bits(*workers.workers) >= 20
+
+
 def test_a_worker_that_is_told_to_end_leaves_after_its_round_and_hands_over_what_it_has_not_sent() -> None:
     until = {"sums_until": 6}
     with crew() as workers:

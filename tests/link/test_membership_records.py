@@ -10,7 +10,17 @@ import pytest
 
 import gradwire as gw
 from gradwire.link.membership.board import Board
-from gradwire.link.membership.records import MOST_BYTES, Epoch, EpochReport, Member, Offer, Request, RunRecord, Seal
+from gradwire.link.membership.records import (
+    MOST_BYTES,
+    Epoch,
+    EpochReport,
+    Member,
+    Offer,
+    Removed,
+    Request,
+    RunRecord,
+    Seal,
+)
 
 SECRET = "0123456789abcdef"
 A, B = Member("a" * 16, "host-1:41"), Member("b" * 16, "host-2:41")
@@ -20,6 +30,7 @@ RECORDS = (
     Request(B, "f" * 64, 7, True),
     Offer(3, 8, 2, "10.0.0.1", 4100),
     RunRecord("c" * 16),
+    Removed(3),
 )
 
 

@@ -78,7 +78,7 @@ def test_a_coordinator_writes_again_what_it_knows_and_removes_what_no_member_wri
     assert bytes(store.get("run")) == run
     assert seal.open(FIRST, bytes(store.get(FIRST)), Epoch) == Epoch(1, ())
     assert sorted(store.list_keys()) == sorted(
-        ["run", "epoch/1", "links/1/a", "links/2/a", "named/0123456789abcdef", "asks", "ask/3",
+        ["run", "removed", "epoch/1", "links/1/a", "links/2/a", "named/0123456789abcdef", "asks", "ask/3",
          "report/1/0123456789abcdef"]
     )  # fmt: skip
 

@@ -18,7 +18,18 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
-from gradwire.link.membership.records import Epoch, EpochReport, Member, Offer, R, Ready, Request, RunRecord, Seal
+from gradwire.link.membership.records import (
+    Epoch,
+    EpochReport,
+    Member,
+    Offer,
+    R,
+    Ready,
+    Removed,
+    Request,
+    RunRecord,
+    Seal,
+)
 from gradwire.link.membership.steps import named_key
 
 PORT = 29400
@@ -27,6 +38,9 @@ PORT = 29400
 RUN = "run"
 ASKS = "asks"
 """Key of the number of requests that were written since the coordinator was started."""
+
+REMOVED = "removed"
+"""Key of the number of the last epoch whose keys the store may no longer have."""
 
 CONNECT_S = 2.0
 """Time of one attempt to reach the coordinator."""
@@ -238,8 +252,10 @@ class Board:
         value = bytes(store.compare_set(key, ABSENT, ABSENT))
         return None if value == ABSENT.encode() else self.seal.open(key, value, kind)
 
-    def propose(self, key: str, epoch: Epoch) -> Epoch:
+    def propose(self, key: str, epoch: Epoch) -> Epoch | None:
         """Write an epoch unless one is there, and return the one that is there then.
+
+        None: there was one long ago, and its key has been removed. Others have gone on from it, without this member.
 
         Raises:
             ExchangeError: somebody without the secret keeps writing at the key.
@@ -250,12 +266,20 @@ class Board:
             there = self._do(partial(_set_where, key=key, expected=expected, value=value))
             found = self.seal.open(key, there, Epoch)
             if found is not None and found.number == epoch.number:
+                # The coordinator writes this word before it removes keys. So it must be read after the key was found
+                # free; and whoever finds an epoch there may find what a member wrote that had not read it yet.
+                if epoch.number > 1 and self._has_removed(epoch.number):
+                    return None
                 with self._lock:
                     self._keep(key, there.decode("ascii"))
                 return found
             # Somebody without the secret has written here: it counts as absent.
             expected = there
         raise ExchangeError(f"somebody without the secret keeps writing into the store at {self.host}:{self.port}")
+
+    def _has_removed(self, number: int) -> bool:
+        removed = self.get(REMOVED, Removed)
+        return removed is not None and number <= removed.number
 
     # ------------------------------------------------------------------ requests
 

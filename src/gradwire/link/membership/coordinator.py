@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError
-from gradwire.link.membership.board import ASKS, RUN, address_of
-from gradwire.link.membership.records import MOST_BYTES, Epoch, RunRecord, Seal, new_id
+from gradwire.link.membership.board import ASKS, REMOVED, RUN, address_of
+from gradwire.link.membership.records import MOST_BYTES, Epoch, Removed, RunRecord, Seal, new_id
 from gradwire.link.membership.steps import FIRST, epoch_key
 
 LOOK_S = 0.25
@@ -34,8 +34,8 @@ BACKLOG = 1024
 AHEAD = 8
 """Number of epochs by which members may be ahead of the latest one that the coordinator has found."""
 
-KINDS = frozenset({RUN, ASKS, "ask", "invited", "named", "told"})
-"""First parts of the keys that members write for a whole run."""
+KINDS = frozenset({RUN, ASKS, REMOVED, "ask", "invited", "named", "told"})
+"""First parts of the keys that are written for a whole run."""
 
 KINDS_OF_EPOCHS = frozenset({"candidate", "epoch", "links", "offer", "ready", "report"})
 """First parts of the keys that they write for one epoch, whose number follows; the coordinator removes all others."""
@@ -83,6 +83,8 @@ class Coordinator:
         self._first: str | None = kept["first"] if kept else None
         self._latest: str | None = kept["latest"] if kept else None
         self.epoch = self._opened(kept) if kept else None
+        # A store that begins anew has no epoch between the first and the latest one.
+        self._removed = 0 if self.epoch is None else self.epoch.number - 1
         # Torch's own socket would take all interfaces. It would also take IPv6, over which this machine's own workers
         # have addresses that /etc/hosts does not name: torch looks up the name of each client, which takes 0.1 s where
         # a name server does not answer, and the store stands still meanwhile.
@@ -134,12 +136,16 @@ class Coordinator:
         if found is not self.epoch:
             self.epoch = found
             self._write()
+            if found is not None:
+                self._removed = max(self._removed, found.number - KEPT_EPOCHS)
         self._guard()
         self._sweep()
 
     def _guard(self) -> None:
         """Write what the coordinator knows to be right, unless it is there."""
         known = {} if self.epoch is None else {FIRST: self._first, epoch_key(self.epoch.number): self._latest}
+        # Before keys are removed: a worker that was stopped for long must not write an epoch that has been.
+        known[REMOVED] = self._seal.close(REMOVED, Removed(self._removed))
         for key, value in {**known, RUN: Seal(self.secret).close(RUN, self._run)}.items():
             if value is not None and self._value(key) != value.encode():
                 self._client.set(key, value)

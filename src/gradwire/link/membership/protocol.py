@@ -340,7 +340,9 @@ class Seat:
         proposed = next_epoch(epoch, {told.id: told for told in (report, *found)})
         yield from self._adopt((yield Propose(epoch_key(proposed.number), proposed)))
 
-    def _adopt(self, epoch: Epoch) -> Steps[None]:
+    def _adopt(self, epoch: Epoch | None) -> Steps[None]:
+        if epoch is None or self._has_no_part_in(epoch):
+            raise LeftOut
         if self.me.id not in epoch.ids():
             if not epoch.members and not self.leaving:
                 raise StateLost
@@ -361,6 +363,11 @@ class Seat:
         elif self.holds and self.rounds < epoch.round:
             yield from self._count(epoch.round)
         self.position = max(self.position, epoch.position)
+
+    def _has_no_part_in(self, epoch: Epoch) -> bool:
+        """Return whether an epoch follows another one than this member's, of the same number."""
+        own = self.epoch
+        return own is not None and epoch.number == own.number + 1 and epoch.previous != own.digest()
 
     def _meet(self) -> Steps[None]:
         """Meet the members of the epoch, or those that are left of them."""

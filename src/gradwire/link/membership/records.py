@@ -268,8 +268,30 @@ class RunRecord:
         return RunRecord(id)
 
 
-Record = Epoch | EpochReport | Request | Offer | Ready | RunRecord
-R = TypeVar("R", Epoch, EpochReport, Request, Offer, Ready, RunRecord)
+@dataclass(frozen=True)
+class Removed:
+    """The word of the coordinator that keys of old epochs are no longer in the store.
+
+    Attributes:
+        number: Number of the last epoch whose keys may be missing.
+    """
+
+    number: int
+
+    @staticmethod
+    def read(table: Any) -> Removed:
+        """Read a table.
+
+        Raises:
+            ValueError: it is not such a word.
+        """
+        (number,) = _fields(table, "number")
+        _check(_is_whole(number), "a removed epoch's number")
+        return Removed(number)
+
+
+Record = Epoch | EpochReport | Request | Offer | Ready | RunRecord | Removed
+R = TypeVar("R", Epoch, EpochReport, Request, Offer, Ready, RunRecord, Removed)
 
 
 @dataclass(frozen=True)

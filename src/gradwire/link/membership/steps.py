@@ -63,7 +63,10 @@ class Put:
 
 @dataclass(frozen=True)
 class Propose:
-    """Write an epoch unless there is one at the key; the reply is the one that is there then."""
+    """Write an epoch unless there is one at the key; the reply is the one that is there then.
+
+    It is None if there was one so long ago that the key has been removed.
+    """
 
     key: str
     epoch: Epoch
