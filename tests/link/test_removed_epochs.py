@@ -77,6 +77,7 @@ def answered(seat: Seat, reply: Epoch | None) -> None:
 def test_a_member_goes_into_no_epoch_that_does_not_follow_its_own(reply: Epoch | None) -> None:
     seat = Seat(B)
     seat.epoch, seat.holds = Epoch(4, (A, B), (), 7), True
+    seat.rounds = seat.held = 40
     with pytest.raises(LeftOut):
         answered(seat, reply)
     assert seat.current.number == 4
