@@ -52,14 +52,6 @@ def warm_start() -> Rows:
     yield ends("fp32", None, "fp32")
 
 
-def powers_of_two() -> Rows:
-    """Train Top-k with error feedback, with values in float32 and as powers of two."""
-    for density in (0.0039, 0.0156, 0.0625):
-        for values in ("FP32()", "Natural()"):
-            method = f"ErrorFeedback(TopK(density={density}, values={values}))"
-            yield ends(f"density {density}, values {values}", None, method)
-
-
 def tiny_blocks() -> Rows:
     """Train ALQ of 3 bits by size of its blocks."""
     for size in (16, 32, 64, 512, 8192):
@@ -70,7 +62,6 @@ CLAIMS = {
     "sketched-amsgrad-eps-and-warm-up": sketched_amsgrad,
     "grandk-momentum-on-bursts": bursts,
     "onebit-needs-a-warm-start": warm_start,
-    "natural-table-2": powers_of_two,
     "alq-tiny-buckets": tiny_blocks,
 }
 
