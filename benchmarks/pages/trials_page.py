@@ -40,8 +40,8 @@ cores, half of whose time was idle.
 
 - Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all the time. So it
   includes what a replica that is away does not compute. The undisturbed pace is that of a minute before the faults and, where there are two
-  figures, of one after them. A pace that was taken before alone may be off by a hundredth or two, since the machine's own changes: pauses were as
-  short in the trial of `terngrad` that ran alone and is said to have kept least.
+  figures, of one after them. A pace that was taken only before the faults may be off by one or two per cent, since that of the machine
+  itself changes. The trial of `terngrad` that ran alone shows this: it kept least of the newer ones, with pauses as short as theirs.
 - *Away* is the share of the time of replicas that the trial itself took: while they were stopped, and from the end of a process
   until its successor ran. *Of those present* is the throughput as a share of what was left.
 - A replica is in again when it has taken a round, counted from the start of its process, or from SIGCONT.

@@ -255,7 +255,7 @@ class Board:
     def propose(self, key: str, epoch: Epoch) -> Epoch | None:
         """Write an epoch unless one is there, and return the one that is there then.
 
-        None: there was one long ago, and its key has been removed. Others have gone on from it, without this member.
+        Return None if there was one whose key has been removed: others have gone on from it without this member.
 
         Raises:
             ExchangeError: somebody without the secret keeps writing at the key.

@@ -38,7 +38,7 @@ KINDS = frozenset({RUN, ASKS, REMOVED, "ask", "invited", "named", "told"})
 """First parts of the keys that are written for a whole run."""
 
 KINDS_OF_EPOCHS = frozenset({"candidate", "epoch", "links", "offer", "ready", "report"})
-"""First parts of the keys that they write for one epoch, whose number follows; the coordinator removes all others."""
+"""First parts of the keys that members write for one epoch, whose number follows. Others are removed."""
 
 
 class Coordinator:

@@ -365,7 +365,7 @@ class Seat:
         self.position = max(self.position, epoch.position)
 
     def _has_no_part_in(self, epoch: Epoch) -> bool:
-        """Return whether an epoch follows another one than this member's, of the same number."""
+        """Return whether an epoch has the number of this member's next one, and follows another than this member's."""
         own = self.epoch
         return own is not None and epoch.number == own.number + 1 and epoch.previous != own.digest()
 
