@@ -233,6 +233,31 @@ def test_a_group_of_some_ranks_names_them_by_their_numbers_among_all(three_ranks
         assert all(refusal.startswith("the test from rank 2 has not the expected form") for refusal in refusals)
 
 
+def tell_beside_lengths() -> Any:
+    """Gather tables of which so many bytes travel with their lengths; count the messages."""
+    found = []
+    for longest in (0, 40, 41, 2000):
+        group = TorchGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        # A string has two quotation marks.
+        group.table_bytes = tables.DIGEST_BYTES + 42
+        usual, messages = group.all_gather, list[int]()
+
+        def count(rows: torch.Tensor, own: torch.Tensor, usual: Any = usual, messages: Any = messages) -> Any:
+            messages.append(len(own))
+            return usual(rows, own)
+
+        group.all_gather = count  # type: ignore[method-assign]
+        texts = all_gather_tables("x" * (longest if dist.get_rank() == 1 else 3), "test", group, str)
+        found.append(([len(text) for text in texts], len(messages)))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_short_table_travels_with_its_length(three_ranks: Ranks) -> None:
+    for found in three_ranks(tell_beside_lengths):
+        assert found == [([3, 0, 3], 1), ([3, 40, 3], 1), ([3, 41, 3], 2), ([3, 2000, 3], 2)]
+
+
 def agree(kind: str) -> tuple[str, Any]:
     group = dist.group.WORLD
     assert group is not None

@@ -114,7 +114,20 @@ def test_a_request_is_found_that_was_written_after_others_had_seen_its_number() 
         serving.join()
 
 
-def test_records_at_several_keys_are_read_at_once_where_all_are_there() -> None:
+class BrokenStore:
+    """A connection that has ended."""
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Fail."""
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_records_at_several_keys_are_read_at_once_where_all_are_there(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Over a long link, each key is read by a connection of its own.
+    monkeypatch.setattr("gradwire.link.membership.board.SLOW_S", 0.0 if slow else 60.0)
     coordinator = gw.Coordinator("127.0.0.1:0")
     serving = threading.Thread(target=coordinator.serve, daemon=True)
     serving.start()
@@ -134,6 +147,10 @@ def test_records_at_several_keys_are_read_at_once_where_all_are_there() -> None:
         board.put(third, reports[third])
         assert board.get_all(reports, EpochReport) == reports
         assert board.get_all([], EpochReport) == {}
+        assert (board._asking is not None) == slow
+        # Of connections that break, nothing is lost.
+        monkeypatch.setattr(board._spare, "lend", lambda: BrokenStore())
+        assert board.get_all(reports, EpochReport) == reports
     finally:
         coordinator.close()
         serving.join()

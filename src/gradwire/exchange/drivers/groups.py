@@ -31,6 +31,7 @@ class Group(ABC):
         meetings: Connects ranks that are threads of one process; None if they are processes, which watch one another.
         explains: True if a rank whose exchange broke waits for the others to tell why; False if their end is no error.
         tables: Number of tables that they have told one another so far, where they have a key.
+        table_bytes: Bytes of a table that travel together with its length, in one message; the same on all ranks.
     """
 
     ranks: tuple[int, ...]
@@ -43,6 +44,7 @@ class Group(ABC):
     meetings: Meetings | None = None
     explains: bool = True
     tables: int = 0
+    table_bytes: int = 0
 
     @property
     def rank(self) -> int:

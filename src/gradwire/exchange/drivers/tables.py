@@ -165,14 +165,23 @@ def all_gather_tables(
     group = group_of(group)
     device, ranks, key = group.device, group.ranks, _next_key(group)
     own = _message(value, subject, group.rank, most_bytes, key)
-    told = torch.empty(len(ranks), 8, dtype=torch.uint8, device=device)
-    _gather(told, announce(torch.tensor([len(own)]))[0].to(device), group, wait)
-    lengths = [_length(row, rank, most_bytes) for row, rank in zip(told, ranks)]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(own)] = own
-    rows = torch.empty(len(ranks), len(padded), dtype=torch.uint8, device=device)
-    _gather(rows, padded.to(device), group, wait)
+    room = group.table_bytes
+    told = torch.empty(len(ranks), 8 + room, dtype=torch.uint8, device=device)
+    begin = torch.cat([announce(torch.tensor([len(own)]))[0], _padded(own[:room], room)])
+    _gather(told, begin.to(device), group, wait)
+    lengths = [_length(row[:8], rank, most_bytes) for row, rank in zip(told, ranks)]
+    rows = told[:, 8:]
+    if max(lengths) > room:
+        rest = torch.empty(len(ranks), max(lengths) - room, dtype=torch.uint8, device=device)
+        _gather(rest, _padded(own[room:], max(lengths) - room).to(device), group, wait)
+        rows = torch.cat([rows, rest], 1)
     return [_read(row[:length], subject, rank, read, key) for row, length, rank in zip(rows, lengths, ranks)]
+
+
+def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
+    padded = torch.zeros(length, dtype=torch.uint8)
+    padded[: len(part)] = part
+    return padded
 
 
 def _next_key(group: Group) -> bytes:

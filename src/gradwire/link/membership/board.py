@@ -6,10 +6,12 @@ only records that verify under their secret, and nothing else of what is in the 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -30,12 +32,12 @@ from gradwire.link.membership.records import (
     RunRecord,
     Seal,
 )
+from gradwire.link.membership.spare_stores import RUN, SpareStores, answers
 from gradwire.link.membership.steps import named_key
 
 PORT = 29400
 """Default port of the coordinator, that of torchrun's rendezvous."""
 
-RUN = "run"
 ASKS = "asks"
 """Key of the number of requests that were written since the coordinator was started."""
 
@@ -65,6 +67,12 @@ ABSENT = "-"
 MOST_KEPT = 32
 """Number of records that a member writes again after the coordinator was started again."""
 
+SLOW_S = 0.005
+"""Time of a question from which on several are asked at the same time, each by a connection of its own."""
+
+MOST_AT_ONCE = 16
+"""Largest number of questions that are asked at the same time."""
+
 T = TypeVar("T")
 
 
@@ -84,14 +92,6 @@ def address_of(text: str) -> tuple[str, int]:
 def _set_where(store: Any, key: str, expected: Any, value: str) -> bytes:
     """Write a value where the expected one is, or none; return the one that is there then."""
     return bytes(store.compare_set(key, expected, value))
-
-
-def _answers(store: Any) -> bool:
-    """Return whether a connection still reaches the coordinator."""
-    try:
-        return bool(store.check([RUN]))
-    except (RuntimeError, dist.DistError):
-        return False
 
 
 def ask_key(number: int) -> str:
@@ -122,7 +122,9 @@ class Board:
         self._lock = threading.RLock()
         self._store: Any = None
         self._shared: Any = None
-        self._spare: list[Any] = []
+        self._question_s = 0.0
+        self._spare = SpareStores(self._another)
+        self._asking: ThreadPoolExecutor | None = None
         self._again: OrderedDict[str, str] = OrderedDict()
         self._seen, self._asked = 0, (0, "", 0)
         self._unread: set[int] = set()
@@ -135,28 +137,33 @@ class Board:
     def store(self, prefix: str) -> Any:
         """Return a store whose keys begin with a prefix. Nobody may wait in it for a key."""
         with self._lock:
-            if self._shared is None or not _answers(self._shared):
+            if self._shared is None or not answers(self._shared):
                 self._shared = self._do(lambda store: store.clone())
             return dist.PrefixStore(prefix, self._shared)
 
     def lend(self, prefix: str) -> Any:
-        """Return a connection of its own to the store, whose keys begin with a prefix, for one thread.
-
-        Connections are kept for later: all members need some at the same moment, and those beyond what the
-        coordinator's machine accepts at once would be made after seconds.
-        """
-        while True:
-            with self._lock:
-                kept = self._spare.pop() if self._spare else None
-            # Several threads ask at once: over a long link, no one waits for the answer that another gets.
-            if kept is None or _answers(kept):
-                break
-        return dist.PrefixStore(prefix, self._do(lambda store: store.clone()) if kept is None else kept)
+        """Return a connection of its own to the store, whose keys begin with a prefix, for one thread."""
+        return dist.PrefixStore(prefix, self._spare.lend())
 
     def take_back(self, store: Any) -> None:
         """Take back a connection of :meth:`lend` in which nobody waits any more."""
-        with self._lock:
-            self._spare.append(store.underlying_store)
+        self._spare.take_back(store.underlying_store)
+
+    def freshen(self, members: int = 0) -> None:
+        """Over a long link, let threads look whether the connections that a meeting needs still work.
+
+        Args:
+            members: Number of members whose reports may have to be read; connections that lack are made.
+        """
+        if self._question_s >= SLOW_S:
+            self._spare.freshen(members if members <= MOST_AT_ONCE else 0)
+
+    def _another(self) -> Any:
+        """Return another connection, and let others use the store meanwhile."""
+        store = self._store
+        with contextlib.suppress(RuntimeError, dist.DistError, AttributeError):
+            return store.clone()
+        return self._do(lambda store: store.clone())
 
     def _do(self, work: Callable[[Any], T]) -> T:
         """Do some work on the store; connect again, and do it again, as long as it is away.
@@ -228,29 +235,58 @@ class Board:
     def get_all(self, keys: Collection[str], kind: type[R], *, each: bool = False) -> dict[str, R]:
         """Return the records at keys if all of them have been written; without those that do not verify.
 
-        Over a long link this takes as long as the reading of two or three records.
+        Over a long link this takes as long as the reading of one record, or of three if there are more than
+        :data:`MOST_AT_ONCE`.
 
         Args:
             each: Return those that have been written even if others have not.
         """
 
+        if 1 < len(keys) <= MOST_AT_ONCE and self._question_s >= SLOW_S:
+            values = self._values(keys)
+            return self._opened(values, kind) if each or len(values) == len(keys) else {}
+
         def read(store: Any) -> dict[str, R]:
             if not keys:
                 return {}
             if store.check(list(keys)):
-                values = [bytes(value) for value in store.multi_get(list(keys))]
-                found = {key: self.seal.open(key, value, kind) for key, value in zip(keys, values)}
-            else:
-                found = {key: self._read(store, key, kind) for key in keys} if each else {}
-            return {key: record for key, record in found.items() if record is not None}
+                return self._opened(dict(zip(keys, map(bytes, store.multi_get(list(keys))))), kind)
+            found = {key: self._value(store, key) for key in keys} if each else {}
+            return self._opened({key: value for key, value in found.items() if value is not None}, kind)
 
         return self._do(read)
 
+    def _opened(self, values: Mapping[str, bytes], kind: type[R]) -> dict[str, R]:
+        found = {key: self.seal.open(key, value, kind) for key, value in values.items()}
+        return {key: record for key, record in found.items() if record is not None}
+
+    def _values(self, keys: Collection[str]) -> dict[str, bytes]:
+        """Return what has been written at some keys, by a connection for each."""
+
+        def ask(key: str) -> bytes | None:
+            store = self._spare.lend()
+            try:
+                found = self._value(store, key)
+            except (RuntimeError, dist.DistError):
+                return self._do(partial(self._value, key=key))
+            self._spare.take_back(store)
+            return found
+
+        if self._asking is None:
+            self._asking = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="gradwire asks")
+        return {key: value for key, value in zip(keys, self._asking.map(ask, keys)) if value is not None}
+
     def _read(self, store: Any, key: str, kind: type[R]) -> R | None:
+        value = self._value(store, key)
+        return None if value is None else self.seal.open(key, value, kind)
+
+    def _value(self, store: Any, key: str) -> bytes | None:
         # The store answers a comparison at once: with the value that is there, or else with the one expected. To ask
         # whether there is one and then for it, as `get` waits for it first, would be three round trips.
+        began_s = time.monotonic()
         value = bytes(store.compare_set(key, ABSENT, ABSENT))
-        return None if value == ABSENT.encode() else self.seal.open(key, value, kind)
+        self._question_s = time.monotonic() - began_s
+        return None if value == ABSENT.encode() else value
 
     def propose(self, key: str, epoch: Epoch) -> Epoch | None:
         """Write an epoch unless one is there, and return the one that is there then.
@@ -334,3 +370,5 @@ class Board:
         with self._lock:
             self._store = self._shared = None
             self._spare.clear()
+            if self._asking is not None:
+                self._asking.shutdown(wait=False)

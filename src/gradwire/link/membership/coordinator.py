@@ -16,8 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError
-from gradwire.link.membership.board import ASKS, REMOVED, RUN, address_of
+from gradwire.link.membership.board import ASKS, REMOVED, address_of
 from gradwire.link.membership.records import MOST_BYTES, Epoch, Removed, RunRecord, Seal, new_id
+from gradwire.link.membership.spare_stores import RUN
 from gradwire.link.membership.steps import FIRST, epoch_key
 
 LOOK_S = 0.25

@@ -57,6 +57,8 @@ class EpochGroup(Group):
     many_stores = True
     # Members that wait for a reason would report too late to be in the next epoch.
     explains = False
+    # They have compared their versions before. A second message would take as long as the network's delay.
+    table_bytes = 2048
 
     def __init__(
         self, epoch: Epoch, place: int, board: Board, silence_s: float, key: bytes = b"", prefix: str = ""

@@ -333,6 +333,7 @@ class MembershipLink(WatchingLink):
         keeps = self.method.traits.waiting in self.method.traits.remembers
         self._party.note(self._of, epoch, lost, seconds, keeps)
         self._of, self._broken_s, self._differed = epoch, None, False
+        self._party.board.freshen(len(epoch.members))
         return None
 
     def _lost_before(self, epoch: Epoch) -> set[str]:
@@ -340,13 +341,10 @@ class MembershipLink(WatchingLink):
         if self._of is None:
             return set()
         # Who left may have said so in an epoch that never met.
-        numbers, board = range(self._of.number, epoch.number), self._party.board
-
-        def has_left(id: str) -> bool:
-            told = (board.get(p.report_key(number, id), EpochReport) for number in numbers)
-            return any(report is not None and report.leaving for report in told)
-
-        return {id for id in set(self._of.ids()) - set(epoch.ids()) if not has_left(id)}
+        gone, numbers = set(self._of.ids()) - set(epoch.ids()), range(self._of.number, epoch.number)
+        keys = [p.report_key(number, id) for number in numbers for id in gone]
+        reports = self._party.board.get_all(keys, EpochReport, each=True).values()
+        return gone - {report.id for report in reports if report.leaving}
 
     def _begin_anew_without(self, lost: set[str]) -> None:
         """Let what is right only for the former members begin anew."""

@@ -63,9 +63,13 @@ class Preparation:
         group = self._group
         return self.failed or group is None or group.gone()
 
+    def is_whole(self) -> bool:
+        """Return whether this member has its connections, and no other is gone."""
+        return self._is_ready and not self.is_over()
+
     def all_are_ready(self) -> bool:
         """Return whether all members of it have their connections."""
-        if not self._is_ready or self.is_over():
+        if not self.is_whole():
             return False
         keys = [self._key(id) for id in self.candidate.ids() if id != self._me]
         return len(self._board.get_all(keys, Ready)) == len(keys)

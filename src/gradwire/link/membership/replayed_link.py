@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -93,6 +93,14 @@ class ReplayBoard(Board):
         _, number, id = key.split("/")
         told = kind is EpochReport and id in self.parted
         return EpochReport(int(number), id, 0, holds=True, leaving=True) if told else None
+
+    def get_all(self, keys: Collection[str], kind: type[Any], *, each: bool = False) -> dict[str, Any]:
+        """Return the reports of members that have left."""
+        found = {key: self.get(key, kind) for key in keys}
+        return {key: record for key, record in found.items() if record is not None}
+
+    def freshen(self, members: int = 0) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

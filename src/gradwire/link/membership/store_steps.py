@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gradwire.errors import ExchangeError
 from gradwire.link.failures import WarnOnce
+from gradwire.link.membership.board import MOST_AT_ONCE
 from gradwire.link.membership.epoch_group import LOOK_S, EpochGroup
 from gradwire.link.membership.preparation import candidate_of
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request
@@ -15,6 +16,9 @@ from gradwire.link.membership.steps import FIRST, candidate_key, epoch_key, invi
 
 POLL_S = 0.02
 """Time between two looks for a record that is waited for."""
+
+ASK_S = 0.5
+"""Time between two requests of a worker that is connected to the members, and looks whether it is named."""
 
 VANISHED_S = 0.2
 """Time that members wait, once all others have reported, for those that ended or fell silent without a word: one that
@@ -38,12 +42,14 @@ class StoreSteps(ServingLink):
         silent = [key for key in keys if key in {report_key(epoch.number, id) for id in self._vanished}]
         alive = [key for key in keys if key not in silent]
         found: dict[str, EpochReport] = {}
-        while len(found) < len(keys) and board.get(following, Epoch) is None:
+        while True:
             waits_s = min(grace_s, VANISHED_S) if found.keys() >= set(alive) else grace_s
             is_last = time.monotonic() - began_s > waits_s
-            for some in (alive, silent):
-                found |= board.get_all([key for key in some if key not in found], EpochReport, each=is_last)
-            if is_last:
+            missing = [key for key in keys if key not in found]
+            # Of very many, those of all that live are asked for at once.
+            for some in [missing] if len(missing) <= MOST_AT_ONCE else [set(alive) - found.keys(), silent]:
+                found |= board.get_all(some, EpochReport, each=is_last or len(missing) <= MOST_AT_ONCE)
+            if is_last or len(found) == len(keys) or board.get(following, Epoch) is not None:
                 break
             time.sleep(POLL_S)
         return tuple(found.values())
@@ -69,14 +75,19 @@ class StoreSteps(ServingLink):
 
     def _named(self, key: str) -> Epoch:
         board, end_s = self._party.board, time.monotonic() + self._party.patience_s
+        asked_s = 0.0
         while time.monotonic() < end_s:
-            found = board.get(key, Epoch)
-            if found is not None:
-                return found
-            self._prepare(board.get(invited_key(self._seat.me.id), Epoch))
-            board.ask(Request(self._seat.me, self._terms))
-            self._catch_up()
+            invited = invited_key(self._seat.me.id)
+            told = board.get_all([key, invited], Epoch, each=True)
+            if key in told:
+                return told[key]
+            self._prepare(told.get(invited))
             # Once it is connected to the others, it is named soon, and then they wait for it.
+            is_near = self._preparation is not None and self._preparation.is_whole()
+            if not is_near or time.monotonic() - asked_s > ASK_S:
+                asked_s = time.monotonic()
+                board.ask(Request(self._seat.me, self._terms))
+                self._catch_up()
             time.sleep(POLL_S if self._preparation else 5 * POLL_S)
         raise ExchangeError(
             f"no member took this worker ({self._seat.me.name}) in within {self._party.patience_s:.0f} s: the members "

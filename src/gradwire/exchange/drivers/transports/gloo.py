@@ -27,6 +27,9 @@ os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 NEVER_SENT = MOST_TAGS - 1
 """Tag of a message that no rank sends."""
 
+MOST_GREETINGS = 64
+"""Largest number of ranks that greet one another directly when they are connected."""
+
 BROADCAST = MOST_TAGS
 """Tag in the digest of a broadcast, which Gloo sends under tags of its own."""
 
@@ -108,7 +111,12 @@ class GlooTransport(Transport):
 
     def _meet(self) -> None:
         """Wait until all ranks are connected: one that closes its connections fails those that still make theirs."""
-        self._wait_for(self._backend.barrier())
+        if self.world_size > MOST_GREETINGS:
+            self._wait_for(self._backend.barrier())
+            return
+        # A barrier takes several rounds of messages: over a long link, several times its delay.
+        heard, said = (torch.zeros(self.world_size, dtype=torch.uint8) for _ in range(2))
+        self._wait_for(self._backend.alltoall_base(heard, said, [], []))
 
     def abort(self) -> None:
         break_off(self._backend)
