@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.lib.page_parts import Row
 from benchmarks.lib.results import result
+from benchmarks.trials.churn import KINDS
 
 __all__ = ["page"]
 
@@ -50,6 +51,13 @@ cores, half of whose time was idle.
 
 A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own.
 While the two of half an hour ran, programs of idle priority computed on the same two cores."""
+
+MEMBERS_OFTEN = """### Many faults
+
+`python benchmarks/trials/members_often.py`: {trials} short trials of the same kind, eight at once on two cores, with a fault each few seconds, so that faults come while
+members still meet after the last one: {faults} faults in sum, and {rounds} rounds that counted. What is looked for are rounds after which replicas differ, and
+trainings that stand still for a minute: there were {rounds_with_differing_digests} and {hangs}. Throughput says nothing here. A training that loses all of its members at once is over, and its newcomers say so:
+*lost all*. {ended_by_itself} replicas ended by an exception, and were started anew."""
 
 MEMBERS_LOSS = """### Loss under changes
 
@@ -151,6 +159,7 @@ def page() -> str | None:
         for part in (
             _kills(),
             _members(),
+            _members_often(),
             _members_loss(),
             _peers(),
             _arrivals(),
@@ -249,6 +258,32 @@ def _members() -> list[str]:
     head = ("method", "minutes", "emulated network", "`silence_s`", "at once", "faults", "rounds", "undisturbed rounds a second", "throughput kept, %", "away, %", "of those present, %", "rounds kept, %", "longest pause, s",
             "in again, median / longest, s", "digests that differ", "hangs", "load")  # fmt: skip
     return [MEMBERS.format(**rows[0]), "", _where(found), "", *_table(head, table)]
+
+
+def _members_often() -> list[str]:
+    found = result("trials/trials_members_often")
+    if found is None:
+        return []
+    table = []
+    for method, rows in _grouped(found["rows"], "method").items():
+        rejoined = [row["rejoin_s_median"] for row in rows if row["rejoined"]]
+        names = ("faults", *(f"faults_{kind}" for kind in KINDS), "rounds", "rejoined")
+        table.append(
+            (
+                f"`{method}`",
+                len(rows),
+                f"{rows[0]['every_s']:g}",
+                *(sum(row[name] for row in rows) for name in names),
+                f"{statistics.median(rejoined):.1f} / {max(row['rejoin_s_longest'] or 0 for row in rows):.1f}",
+                f"{max(row['longest_pause_s'] for row in rows):.1f}",
+                f"{sum(row['rounds_with_differing_digests'] for row in rows)} of {sum(row['rounds_compared'] for row in rows)}",
+                sum(row["hangs"] for row in rows),
+                sum(bool(row["halted"]) for row in rows),
+            )
+        )
+    head = ("method", "trials", "s between faults", "faults", *KINDS, "rounds", "in again", "in again, median of medians / longest, s",
+            "longest pause, s", "rounds with digests that differ", "hangs", "lost all")  # fmt: skip
+    return [MEMBERS_OFTEN.format(**found["sum"]), "", _where(found), "", *_table(head, table)]
 
 
 def _phases(row: dict[str, Any]) -> list[float]:

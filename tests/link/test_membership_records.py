@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from typing import Any
 
 import pytest
 
@@ -114,20 +115,12 @@ def test_a_request_is_found_that_was_written_after_others_had_seen_its_number() 
         serving.join()
 
 
-class BrokenStore:
-    """A connection that has ended."""
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Fail."""
-        raise RuntimeError("Connection reset by peer")
-
-
 @pytest.mark.parametrize("slow", [False, True])
 def test_records_at_several_keys_are_read_at_once_where_all_are_there(
     slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Over a long link, each key is read by a connection of its own.
-    monkeypatch.setattr("gradwire.link.membership.board.SLOW_S", 0.0 if slow else 60.0)
+    monkeypatch.setattr("gradwire.link.membership.board.FAR_S", 0.0 if slow else 60.0)
     coordinator = gw.Coordinator("127.0.0.1:0")
     serving = threading.Thread(target=coordinator.serve, daemon=True)
     serving.start()
@@ -147,10 +140,64 @@ def test_records_at_several_keys_are_read_at_once_where_all_are_there(
         board.put(third, reports[third])
         assert board.get_all(reports, EpochReport) == reports
         assert board.get_all([], EpochReport) == {}
-        assert (board._asking is not None) == slow
-        # Of connections that break, nothing is lost.
-        monkeypatch.setattr(board._spare, "lend", lambda: BrokenStore())
-        assert board.get_all(reports, EpochReport) == reports
+    finally:
+        coordinator.close()
+        serving.join()
+
+
+class Spare:
+    """A spare connection: it works, has ended, or never answers."""
+
+    def __init__(self, inner: Any, how: str) -> None:
+        self._inner, self._how = inner, how
+        self.asked, self.gives_up = threading.Event(), threading.Event()
+
+    def compare_set(self, key: str, expected: str, value: str) -> Any:
+        """Answer, or not."""
+        self.asked.set()
+        if self._how == "ended":
+            raise RuntimeError("Connection reset by peer")
+        if self._how == "silent":
+            self.gives_up.wait()
+            raise RuntimeError("Connection timed out")
+        return self._inner.compare_set(key, expected, value)
+
+
+class Late:
+    """The usual connection, which answers once all spare ones were asked."""
+
+    def __init__(self, inner: Any, spares: list[Spare]) -> None:
+        self._inner, self._spares = inner, spares
+
+    def compare_set(self, key: str, expected: str, value: str) -> Any:
+        """Answer."""
+        assert all(spare.asked.wait(20.0) for spare in self._spares)
+        return self._inner.compare_set(key, expected, value)
+
+
+@pytest.mark.parametrize("how", ["works", "ended", "silent"])
+def test_far_records_are_read_by_spare_connections_whatever_becomes_of_these(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwire.link.membership.board.FAR_S", 0.0)
+    monkeypatch.setattr("gradwire.link.membership.board.CONNECT_S", 0.2)
+    coordinator = gw.Coordinator("127.0.0.1:0")
+    serving = threading.Thread(target=coordinator.serve, daemon=True)
+    serving.start()
+    try:
+        board = Board("127.0.0.1", coordinator.port, coordinator.secret)
+        reports = {f"report/1/{letter}": EpochReport(1, letter * 16, 3, True) for letter in "abcdef"}
+        for key, report in reports.items():
+            board.put(key, report)
+        spares = [Spare(board.lend("").underlying_store, how) for _ in range(2)]
+        for spare in spares:
+            board._spare.take_back(spare)
+        board._store = Late(board._store, spares)
+        assert board.get_all([*reports, "report/1/g"], EpochReport, each=True) == reports
+        kept = [store for store, _ in board._spare._kept]
+        assert [spare in kept for spare in spares] == 2 * [how == "works"]
+        for spare in spares:
+            spare.gives_up.set()
     finally:
         coordinator.close()
         serving.join()

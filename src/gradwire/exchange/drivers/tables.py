@@ -147,7 +147,8 @@ def all_gather_tables(
 ) -> list[T]:
     """Gather a value from each rank of a group, by rank in the group (collective call).
 
-    Lengths are gathered and checked first, before memory is allocated: ``world_size`` times the longest message.
+    Lengths are gathered and checked first, with :attr:`Group.table_bytes` of each message. Then memory for the rest is
+    allocated: ``world_size`` times the longest one.
 
     Args:
         value: See :func:`plain`.

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -67,11 +66,17 @@ ABSENT = "-"
 MOST_KEPT = 32
 """Number of records that a member writes again after the coordinator was started again."""
 
-SLOW_S = 0.005
+FAR_S = 0.005
 """Time of a question from which on several are asked at the same time, each by a connection of its own."""
 
 MOST_AT_ONCE = 16
-"""Largest number of questions that are asked at the same time."""
+"""Largest number of keys that are read at the same time where all of them, or none, are wanted."""
+
+SPARE = 8
+"""Number of spare connections of a member that is far from the coordinator."""
+
+MOST_SPARE = 512
+"""Largest number of spare connections of all members together."""
 
 T = TypeVar("T")
 
@@ -122,9 +127,8 @@ class Board:
         self._lock = threading.RLock()
         self._store: Any = None
         self._shared: Any = None
-        self._question_s = 0.0
+        self._took_s: deque[float] = deque([0.0], maxlen=8)
         self._spare = SpareStores(self._another)
-        self._asking: ThreadPoolExecutor | None = None
         self._again: OrderedDict[str, str] = OrderedDict()
         self._seen, self._asked = 0, (0, "", 0)
         self._unread: set[int] = set()
@@ -149,14 +153,14 @@ class Board:
         """Take back a connection of :meth:`lend` in which nobody waits any more."""
         self._spare.take_back(store.underlying_store)
 
-    def freshen(self, members: int = 0) -> None:
-        """Over a long link, let threads look whether the connections that a meeting needs still work.
+    @property
+    def is_far(self) -> bool:
+        """True if the coordinator is at the end of a long link, by the quickest of the last questions."""
+        return min(self._took_s) >= FAR_S
 
-        Args:
-            members: Number of members whose reports may have to be read; connections that lack are made.
-        """
-        if self._question_s >= SLOW_S:
-            self._spare.freshen(members if members <= MOST_AT_ONCE else 0)
+    def freshen(self, members: int) -> None:
+        """Keep the connections alive that a meeting of so many members will need; call it again and again."""
+        self._spare.freshen(min(SPARE, members, MOST_SPARE // members) if self.is_far else 0)
 
     def _another(self) -> Any:
         """Return another connection, and let others use the store meanwhile."""
@@ -181,6 +185,7 @@ class Board:
                     return work(self._store)
                 except (RuntimeError, dist.DistError) as error:
                     self._store = None
+                    self._spare.drop()
                     if broke:
                         continue  # the connection alone may have ended
                     if time.monotonic() - began_s > self._patience_s:
@@ -235,14 +240,13 @@ class Board:
     def get_all(self, keys: Collection[str], kind: type[R], *, each: bool = False) -> dict[str, R]:
         """Return the records at keys if all of them have been written; without those that do not verify.
 
-        Over a long link this takes as long as the reading of one record, or of three if there are more than
-        :data:`MOST_AT_ONCE`.
+        Over a long link, several connections read a few of them each.
 
         Args:
             each: Return those that have been written even if others have not.
         """
 
-        if 1 < len(keys) <= MOST_AT_ONCE and self._question_s >= SLOW_S:
+        if len(keys) > 1 and (each or len(keys) <= MOST_AT_ONCE) and self.is_far:
             values = self._values(keys)
             return self._opened(values, kind) if each or len(values) == len(keys) else {}
 
@@ -261,20 +265,35 @@ class Board:
         return {key: record for key, record in found.items() if record is not None}
 
     def _values(self, keys: Collection[str]) -> dict[str, bytes]:
-        """Return what has been written at some keys, by a connection for each."""
+        """Return what has been written at some keys, read by all connections at hand and by this thread."""
+        left, found = deque(keys), dict[str, bytes | None]()
 
-        def ask(key: str) -> bytes | None:
-            store = self._spare.lend()
-            try:
-                found = self._value(store, key)
-            except (RuntimeError, dist.DistError):
-                return self._do(partial(self._value, key=key))
-            self._spare.take_back(store)
-            return found
+        def ask(store: Any) -> None:
+            while True:
+                try:
+                    key = left.popleft()
+                except IndexError:
+                    self._spare.take_back(store)
+                    return
+                try:
+                    found[key] = self._value(store, key)
+                except (RuntimeError, dist.DistError):
+                    return
 
-        if self._asking is None:
-            self._asking = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="gradwire asks")
-        return {key: value for key, value in zip(keys, self._asking.map(ask, keys)) if value is not None}
+        helpers = [threading.Thread(target=ask, args=(s,), daemon=True) for s in self._spare.at_hand(len(keys) - 1)]
+        for helper in helpers:
+            helper.start()
+        with contextlib.suppress(IndexError):
+            while True:
+                key = left.popleft()
+                found[key] = self._do(partial(self._value, key=key))
+        # A connection may have broken, or wait for an answer that never comes.
+        end_s = time.monotonic() + CONNECT_S
+        for helper in helpers:
+            helper.join(max(0.0, end_s - time.monotonic()))
+        for key in [key for key in keys if key not in found]:
+            found[key] = self._do(partial(self._value, key=key))
+        return {key: value for key in keys if (value := found[key]) is not None}
 
     def _read(self, store: Any, key: str, kind: type[R]) -> R | None:
         value = self._value(store, key)
@@ -285,7 +304,7 @@ class Board:
         # whether there is one and then for it, as `get` waits for it first, would be three round trips.
         began_s = time.monotonic()
         value = bytes(store.compare_set(key, ABSENT, ABSENT))
-        self._question_s = time.monotonic() - began_s
+        self._took_s.append(time.monotonic() - began_s)
         return None if value == ABSENT.encode() else value
 
     def propose(self, key: str, epoch: Epoch) -> Epoch | None:
@@ -369,6 +388,4 @@ class Board:
         """Close the connection."""
         with self._lock:
             self._store = self._shared = None
-            self._spare.clear()
-            if self._asking is not None:
-                self._asking.shutdown(wait=False)
+            self._spare.close()

@@ -55,7 +55,6 @@ class EpochLink(Link):
         """End all connections of this epoch, and everything that uses them."""
         if self._broken_s is None:
             self._broken_s = time.monotonic()
-        self._party.board.freshen()
         group, self._epoch_group, self._linked = self._epoch_group, None, None
         if self._lanes():
             self._end_lanes()

@@ -333,7 +333,6 @@ class MembershipLink(WatchingLink):
         keeps = self.method.traits.waiting in self.method.traits.remembers
         self._party.note(self._of, epoch, lost, seconds, keeps)
         self._of, self._broken_s, self._differed = epoch, None, False
-        self._party.board.freshen(len(epoch.members))
         return None
 
     def _lost_before(self, epoch: Epoch) -> set[str]:

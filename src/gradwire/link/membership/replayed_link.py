@@ -99,9 +99,6 @@ class ReplayBoard(Board):
         found = {key: self.get(key, kind) for key in keys}
         return {key: record for key, record in found.items() if record is not None}
 
-    def freshen(self, members: int = 0) -> None:
-        """Do nothing."""
-
     def close(self) -> None:
         """Do nothing."""
 

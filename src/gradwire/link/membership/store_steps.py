@@ -46,9 +46,10 @@ class StoreSteps(ServingLink):
             waits_s = min(grace_s, VANISHED_S) if found.keys() >= set(alive) else grace_s
             is_last = time.monotonic() - began_s > waits_s
             missing = [key for key in keys if key not in found]
-            # Of very many, those of all that live are asked for at once.
-            for some in [missing] if len(missing) <= MOST_AT_ONCE else [set(alive) - found.keys(), silent]:
-                found |= board.get_all(some, EpochReport, each=is_last or len(missing) <= MOST_AT_ONCE)
+            # Elsewhere one question tells whether all that live have written.
+            few = board.is_far and len(missing) <= MOST_AT_ONCE
+            for some in [missing] if few else [[key for key in part if key in missing] for part in (alive, silent)]:
+                found |= board.get_all(some, EpochReport, each=is_last or few)
             if is_last or len(found) == len(keys) or board.get(following, Epoch) is not None:
                 break
             time.sleep(POLL_S)
@@ -87,7 +88,7 @@ class StoreSteps(ServingLink):
             if not is_near or time.monotonic() - asked_s > ASK_S:
                 asked_s = time.monotonic()
                 board.ask(Request(self._seat.me, self._terms))
-                self._catch_up()
+            self._catch_up()
             time.sleep(POLL_S if self._preparation else 5 * POLL_S)
         raise ExchangeError(
             f"no member took this worker ({self._seat.me.name}) in within {self._party.patience_s:.0f} s: the members "

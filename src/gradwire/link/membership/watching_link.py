@@ -62,6 +62,7 @@ class WatchingLink(StoreSteps):
         group = self._epoch_group
         if group is None:
             return
+        self._party.board.freshen(group.world_size)
         # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
         lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
         if not self._lock.acquire(blocking=False):
