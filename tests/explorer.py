@@ -33,7 +33,6 @@ from gradwire.link.membership.steps import (
     Requests,
     Rest,
     Roll,
-    StateLost,
     Step,
     Undo,
     Vote,
@@ -217,8 +216,6 @@ class Explorer:
                 seat.again(chr(ord(seat.me.id[0]) - 32) * 16)
                 entering = True
                 continue
-            except StateLost:
-                return "lost"
             return "left" if seat.left else "done"
         return "out"
 
@@ -281,6 +278,8 @@ class Explorer:
         if isinstance(step, Put):
             yield self._tell(state, i, None, store=frozenset({**store, step.key: step.record}.items()))
         elif isinstance(step, Propose):
+            if not step.epoch.members:
+                raise Wrong(f"{me[0]} ends the training for all: it proposes an epoch that nobody belongs to")
             there = store.setdefault(step.key, step.epoch)
             yield self._tell(state, i, there, store=frozenset(store.items()))
         elif isinstance(step, Collect):
@@ -421,6 +420,8 @@ class Explorer:
     def _judge_end(self, state: State) -> None:
         """Judge a state in which nothing can happen any more."""
         self.found.ends[state.ended] += 1
+        if set(state.ended) == {"out"}:
+            raise Wrong("all members are left out, and nobody goes on")
         done = {state.data[i] for i, end in enumerate(state.ended) if end == "done"}
         if len(done) > 1 or any(len(data) != self.case.rounds for data in done):
             raise Wrong(f"members ended with the states {done}")

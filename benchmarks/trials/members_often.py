@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -98,6 +99,10 @@ def main() -> int:
                     raise SystemExit(f"a trial ended with {trial.returncode} and without a row")
                 (row,) = json.loads(path.read_text())["rows"]
                 rows.append({name: row[name] for name in KEPT})
+                if row["hangs"] or row["rounds_with_differing_digests"] or row["halted"]:
+                    kept = Path(tempfile.mkdtemp(prefix="members_often_")) / "log"
+                    shutil.copy(path.with_suffix(".log"), kept)
+                    print(f"{rows[-1]}: what it said is in {kept}", flush=True)
         write(given.json, sum=summed(rows), rows=rows)
         print(summed(rows), flush=True)
     return int(any(row["rounds_with_differing_digests"] or row["hangs"] for row in rows))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradwire.exchange.drivers.rendezvous import Rendezvous
 from gradwire.exchange.drivers.transports.in_process import Meetings
 
 _spare: weakref.WeakKeyDictionary[Any, list[tuple[int, Any]]] = weakref.WeakKeyDictionary()
@@ -86,7 +87,7 @@ class Group(ABC):
             rank: This rank's number among those that are connected.
             world_size: Number of those.
         """
-        return dist.ProcessGroupGloo(store, rank, world_size, self.timeout)
+        return dist.ProcessGroupGloo(Rendezvous(store, world_size), rank, world_size, self.timeout)
 
     @abstractmethod
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:

@@ -126,8 +126,6 @@ class MembershipLink(WatchingLink):
                         "now; compute the gradient again"
                     ) from None
                 return []
-            except p.StateLost:
-                raise self._lost_state() from None
             # Samples for the next round have not been drawn yet.
             self._seat.reserve, self._applied = 0, False
             return self._means
@@ -142,8 +140,6 @@ class MembershipLink(WatchingLink):
                 self._meet_early()
             except p.LeftOut:
                 self._come_again()
-            except p.StateLost:
-                raise self._lost_state() from None
 
     def diagnostics(self) -> dict[str, Any]:
         epoch = self._seat.epoch
@@ -170,9 +166,6 @@ class MembershipLink(WatchingLink):
         if self._seat.left or not self.close.alive:
             raise ExchangeError("this worker has left the training: look at membership.left after every step")
 
-    def _lost_state(self) -> ExchangeError:
-        return ExchangeError("no member that has the state of this training is left: start again from a checkpoint")
-
     # ------------------------------------------------------------------ coming in
 
     def _come_in(self) -> None:
@@ -185,8 +178,6 @@ class MembershipLink(WatchingLink):
             except p.LeftOut:
                 self._drop_brought()
                 self._seat.again()
-            except p.StateLost:
-                raise self._lost_state() from None
 
     def _come_again(self) -> None:
         """Come in as a new member, after the others went on without this one."""

@@ -47,7 +47,6 @@ from gradwire.link.membership.steps import (
     Rest,
     Roll,
     Serve,
-    StateLost,
     Steps,
     Undo,
     Vote,
@@ -63,7 +62,7 @@ MOST_ADOPTED = 256
 
 
 def next_epoch(epoch: Epoch, reports: Mapping[str, EpochReport]) -> Epoch:
-    """Return the epoch after one that broke, with the members that have reported.
+    """Return the epoch after one that broke, with the members that have reported; with none if no one holds the state.
 
     If the epoch broke before all had met, of two members of which one could not reach the other only the earlier one
     stays: otherwise they would fail to meet for ever.
@@ -168,7 +167,6 @@ class Seat:
 
         Raises:
             LeftOut: it was named, but the members went on without it before it had met them.
-            StateLost: no member with the state is left.
         """
         yield Ask(self.me)
         epoch: Epoch | None = None
@@ -193,7 +191,6 @@ class Seat:
 
         Raises:
             LeftOut: the members go on without this one; :meth:`again` and :meth:`enter` bring it back.
-            StateLost: no member with the state is left.
         """
         yield from self.change()
         yield from self.meet()
@@ -223,7 +220,7 @@ class Seat:
         """Between two rounds, meet the members of the epoch, if they have not met.
 
         Raises:
-            LeftOut, StateLost: as :meth:`round`.
+            LeftOut: as :meth:`round`.
         """
         if not self._has_met:
             yield from self._meet()
@@ -232,7 +229,7 @@ class Seat:
         """Between two rounds, agree on the next epoch when this one has broken; the next round meets in it.
 
         Raises:
-            LeftOut, StateLost: as :meth:`round`.
+            LeftOut: as :meth:`round`.
         """
         yield from self._recover()
 
@@ -240,7 +237,7 @@ class Seat:
         """Between two rounds, adopt the next epoch when others have begun it; the next round meets in it.
 
         Raises:
-            LeftOut, StateLost: as :meth:`round`.
+            LeftOut: as :meth:`round`.
         """
         yield Break()
         yield from self._adopt(epoch)
@@ -251,7 +248,7 @@ class Seat:
         If somebody is new there, who waits for the state, meet at once; else the next round does, or :meth:`meet`.
 
         Raises:
-            LeftOut, StateLost: as :meth:`round`.
+            LeftOut: as :meth:`round`.
         """
         if self._serves:
             self._serves = False
@@ -338,14 +335,16 @@ class Seat:
         keys = tuple(report_key(epoch.number, id) for id in epoch.ids() if id != self.me.id)
         found: tuple[EpochReport, ...] = yield Collect(keys)
         proposed = next_epoch(epoch, {told.id: told for told in (report, *found)})
+        if not proposed.members:
+            # Those that hold the state may only be late. An epoch to which nobody belongs would end the training for
+            # them: a newcomer whose connections broke comes again instead.
+            raise LeftOut
         yield from self._adopt((yield Propose(epoch_key(proposed.number), proposed)))
 
     def _adopt(self, epoch: Epoch | None) -> Steps[None]:
         if epoch is None or self._has_no_part_in(epoch):
             raise LeftOut
         if self.me.id not in epoch.ids():
-            if not epoch.members and not self.leaving:
-                raise StateLost
             raise LeftOut
         if self.holds and self.held < epoch.round:
             raise LeftOut

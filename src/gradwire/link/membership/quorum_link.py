@@ -155,8 +155,6 @@ class QuorumLink(MembershipLink):
                         self._run(self._seat.change())
             except p.LeftOut:
                 self._return()
-            except p.StateLost:
-                self._over = self._lost_state()
             except Exception as error:
                 self._over = error
             if self._over is None and not self._seat.left and self.close.alive:

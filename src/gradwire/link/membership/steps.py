@@ -233,7 +233,3 @@ Steps: TypeAlias = Generator[Step, Any, T]
 
 class LeftOut(Exception):
     """The members go on without this one."""
-
-
-class StateLost(Exception):
-    """No member that has the state of the training is left."""
