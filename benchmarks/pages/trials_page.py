@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.lib.page_parts import Row
 from benchmarks.lib.results import result
-from benchmarks.trials.churn import KINDS
 
 __all__ = ["page"]
 
@@ -264,10 +263,11 @@ def _members_often() -> list[str]:
     found = result("trials/trials_members_often")
     if found is None:
         return []
+    kinds = [name.removeprefix("faults_") for name in found["sum"] if name.startswith("faults_")]
     table = []
     for method, rows in _grouped(found["rows"], "method").items():
         rejoined = [row["rejoin_s_median"] for row in rows if row["rejoined"]]
-        names = ("faults", *(f"faults_{kind}" for kind in KINDS), "rounds", "rejoined")
+        names = ("faults", *(f"faults_{kind}" for kind in kinds), "rounds", "rejoined")
         table.append(
             (
                 f"`{method}`",
@@ -281,7 +281,7 @@ def _members_often() -> list[str]:
                 sum(bool(row["halted"]) for row in rows),
             )
         )
-    head = ("method", "trials", "s between faults", "faults", *KINDS, "rounds", "in again", "in again, median of medians / longest, s",
+    head = ("method", "trials", "s between faults", "faults", *kinds, "rounds", "in again", "in again, median of medians / longest, s",
             "longest pause, s", "rounds with digests that differ", "hangs", "lost all")  # fmt: skip
     return [MEMBERS_OFTEN.format(**found["sum"]), "", _where(found), "", *_table(head, table)]
 
