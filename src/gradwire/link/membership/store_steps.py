@@ -17,6 +17,9 @@ from gradwire.link.membership.steps import FIRST, candidate_key, epoch_key, invi
 POLL_S = 0.02
 """Time between two looks for a record that is waited for."""
 
+MINORITY_S = 5.0
+"""Time beyond the grace that members wait for the reports of others if fewer than half of all have reported."""
+
 ASK_S = 0.5
 """Time between two requests of a worker that is connected to the members, and looks whether it is named."""
 
@@ -37,13 +40,13 @@ class StoreSteps(ServingLink):
     """Whether members connect to newcomers before they take them in."""
 
     def _collect(self, keys: Sequence[str]) -> tuple[EpochReport, ...]:
-        board, grace_s, epoch = self._party.board, self._party.grace_s, self._seat.current
+        board, epoch = self._party.board, self._seat.current
         began_s, following = time.monotonic(), epoch_key(epoch.number + 1)
         silent = [key for key in keys if key in {report_key(epoch.number, id) for id in self._vanished}]
         alive = [key for key in keys if key not in silent]
         found: dict[str, EpochReport] = {}
         while True:
-            waits_s = min(grace_s, VANISHED_S) if found.keys() >= set(alive) else grace_s
+            waits_s = self._grace_s(1 + len(found), 1 + len(keys), found.keys() >= set(alive))
             is_last = time.monotonic() - began_s > waits_s
             missing = [key for key in keys if key not in found]
             # Elsewhere one question tells whether all that live have written.
@@ -54,6 +57,14 @@ class StoreSteps(ServingLink):
                 break
             time.sleep(POLL_S)
         return tuple(found.values())
+
+    def _grace_s(self, reported: int, members: int, has_all_that_live: bool) -> float:
+        """Return how long to wait for further reports."""
+        if 2 * reported < members:
+            # It is more likely that the others are late, or that this member was cut off, than that they all are gone:
+            # on its own it would go on without those who have the state, too, and the training would end with it.
+            return self._party.grace_s + MINORITY_S
+        return min(self._party.grace_s, VANISHED_S) if has_all_that_live else self._party.grace_s
 
     def _is_deserted(self, group: EpochGroup) -> bool:
         """Return whether a member of an epoch that others meet has left instead of coming to it."""
