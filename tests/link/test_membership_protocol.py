@@ -136,6 +136,24 @@ def test_of_two_that_cannot_meet_the_later_one_goes() -> None:
     assert next_epoch(epoch, told).members == (A, B)
 
 
+def test_who_reached_nobody_goes_and_not_all_that_it_did_not_reach() -> None:
+    told = {
+        A.id: report("a", 7, met=False, missed=(B.id, C.id)),
+        B.id: report("b", 7, met=False),
+        C.id: report("c", 7, met=False),
+    }
+    assert next_epoch(Epoch(4, (A, B, C), round=7), told).members == (B, C)
+
+
+def test_who_has_the_state_stays_rather_than_newcomers_that_did_not_reach_it() -> None:
+    told = {
+        A.id: report("a", 7, met=False),
+        B.id: report("b", 0, holds=False, met=False, missed=(A.id,)),
+        C.id: report("c", 0, holds=False, met=False, missed=(A.id,)),
+    }
+    assert next_epoch(Epoch(4, (A, B, C), new=(B.id, C.id), round=7), told).members == (A,)
+
+
 def test_a_change_keeps_the_order_and_appends_those_who_come() -> None:
     found = changed_epoch(Epoch(4, (A, B)), [A.id], [C, B], 3, 5)
     assert (found.number, found.members, found.new, found.round, found.position) == (5, (B, C), (C.id,), 3, 5)

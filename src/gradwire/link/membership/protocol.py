@@ -23,7 +23,7 @@ compute contribute nothing, and hold its mean as the others do.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -64,18 +64,20 @@ MOST_ADOPTED = 256
 def next_epoch(epoch: Epoch, reports: Mapping[str, EpochReport]) -> Epoch:
     """Return the epoch after one that broke, with the members that have reported; with none if no one holds the state.
 
-    If the epoch broke before all had met, of two members of which one could not reach the other only the earlier one
-    stays: otherwise they would fail to meet for ever.
+    If the epoch broke before all had met, two members of which one could not reach the other do not both stay:
+    otherwise they would fail to meet for ever. Those that hold the state stay rather than those that do not; then those
+    with fewer such pairs, so that one that was cut off does not drop all others; then the earlier ones.
     """
     alive = [member for member in epoch.members if member.id in reports and not reports[member.id].leaving]
     order = {member.id: place for place, member in enumerate(alive)}
-    dropped: set[str] = set()
-    for member in alive:
-        report = reports[member.id]
-        for missed in () if report.met else report.missed:
-            if missed in order and not dropped & {missed, member.id}:
-                dropped.add(max(missed, member.id, key=order.__getitem__))
-    alive = [member for member in alive if member.id not in dropped]
+    told = [report for id, report in reports.items() if id in order and not report.met]
+    apart = {frozenset((r.id, missed)) for r in told for missed in {*r.missed} & order.keys() - {r.id}}
+    while apart:
+        pairs = Counter(id for pair in apart for id in pair)
+        dropped = max(pairs, key=lambda id: (not reports[id].holds, pairs[id], order[id]))
+        apart = {pair for pair in apart if dropped not in pair}
+        del order[dropped]
+    alive = [member for member in alive if member.id in order]
     told = [reports[member.id] for member in alive]
     holders = [report for report in told if report.holds]
     if not holders and told and epoch.round == 0:
