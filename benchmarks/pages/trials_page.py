@@ -53,7 +53,7 @@ While the two of half an hour ran, programs of idle priority computed on the sam
 
 MEMBERS_OFTEN = """### Many faults
 
-`python benchmarks/trials/members_often.py`: {trials} short trials of the same kind, eight at once on two cores, with a fault each few seconds, so that faults come while
+`python benchmarks/trials/members_often.py`: {trials} short trials of the same kind, as many at once as the load says, with a fault each few seconds, so that faults come while
 members still meet after the last one: {faults} faults in sum, and {rounds} rounds that counted. What is looked for are rounds after which replicas differ, and
 trainings that stand still for a minute: there were {rounds_with_differing_digests} and {hangs}. Throughput says nothing here. A training that loses all of its members at once is over, and its newcomers say so:
 *lost all*. {ended_by_itself} replicas ended by an exception, and were started anew."""
@@ -279,10 +279,11 @@ def _members_often() -> list[str]:
                 f"{sum(row['rounds_with_differing_digests'] for row in rows)} of {sum(row['rounds_compared'] for row in rows)}",
                 sum(row["hangs"] for row in rows),
                 sum(bool(row["halted"]) for row in rows),
+                f"{statistics.median(row['load'] for row in rows):.0f}",
             )
         )
     head = ("method", "trials", "s between faults", "faults", *kinds, "rounds", "in again", "in again, median of medians / longest, s",
-            "longest pause, s", "rounds with digests that differ", "hangs", "lost all")  # fmt: skip
+            "longest pause, s", "rounds with digests that differ", "hangs", "lost all", "load")  # fmt: skip
     return [MEMBERS_OFTEN.format(**found["sum"]), "", _where(found), "", *_table(head, table)]
 
 
