@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import types
+from functools import partial
 from typing import Any
 
 import pytest
 
 from gradwire.link.membership.membership_link import MembershipLink
+from gradwire.link.membership.records import Epoch, EpochReport, Member, new_id
+from gradwire.link.membership.steps import report_key
 from gradwire.link.membership.store_steps import MINORITY_S, VANISHED_S
 
 GRACE_S = 1.0
@@ -33,3 +37,27 @@ def test_a_minority_waits_longer(reported: int, members: int, has_all_that_live:
 def test_a_grace_of_less_is_kept() -> None:
     link: Any = types.SimpleNamespace(_party=types.SimpleNamespace(grace_s=0.1))
     assert MembershipLink._grace_s(link, 5, 6, True) == 0.1
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("gone", [0, 1])
+def test_one_that_is_late_lets_a_majority_wait_for_a_grace_and_no_longer(is_far: bool, gone: int) -> None:
+    epoch = Epoch(4, tuple(Member(new_id()) for _ in range(6)))
+    keys = [report_key(4, id) for id in epoch.ids()[1:]]
+    told = {key: EpochReport(4, id, 7, True) for key, id in zip(keys, epoch.ids()[1:])}
+    # The last one neither reports nor has ended; the one before may have ended without a word.
+    written = {key: told[key] for key in keys[: 4 - gone]}
+
+    def get_all(wanted: list[str], kind: type[EpochReport], *, each: bool) -> dict[str, EpochReport]:
+        there = {key: written[key] for key in wanted if key in written}
+        return there if each or len(there) == len(wanted) else {}
+
+    board = types.SimpleNamespace(is_far=is_far, get_all=get_all, get=lambda key, kind: None)
+    party = types.SimpleNamespace(board=board, grace_s=0.1)
+    link: Any = types.SimpleNamespace(
+        _party=party, _seat=types.SimpleNamespace(current=epoch), _vanished=frozenset(epoch.ids()[4 : 4 + gone])
+    )
+    link._grace_s = partial(MembershipLink._grace_s, link)
+    began_s = time.monotonic()
+    assert MembershipLink._collect(link, keys) == tuple(written.values())
+    assert time.monotonic() - began_s < MINORITY_S

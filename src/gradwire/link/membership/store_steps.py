@@ -46,13 +46,15 @@ class StoreSteps(ServingLink):
         alive = [key for key in keys if key not in silent]
         found: dict[str, EpochReport] = {}
         while True:
-            waits_s = self._grace_s(1 + len(found), 1 + len(keys), found.keys() >= set(alive))
-            is_last = time.monotonic() - began_s > waits_s
+            waited_s = time.monotonic() - began_s
+            # From now on reports count one by one, also where all that live were asked for together.
+            is_late = waited_s > self._grace_s(1, 1, found.keys() >= set(alive))
             missing = [key for key in keys if key not in found]
             # Elsewhere one question tells whether all that live have written.
             few = board.is_far and len(missing) <= MOST_AT_ONCE
             for some in [missing] if few else [[key for key in part if key in missing] for part in (alive, silent)]:
-                found |= board.get_all(some, EpochReport, each=is_last or few)
+                found |= board.get_all(some, EpochReport, each=is_late or few)
+            is_last = is_late and waited_s > self._grace_s(1 + len(found), 1 + len(keys), found.keys() >= set(alive))
             if is_last or len(found) == len(keys) or board.get(following, Epoch) is not None:
                 break
             time.sleep(POLL_S)
