@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -115,17 +117,26 @@ def test_a_request_is_found_that_was_written_after_others_had_seen_its_number() 
         serving.join()
 
 
+@contextlib.contextmanager
+def serving_a_board() -> Iterator[Board]:
+    """Keep a store, and let a board use it."""
+    coordinator = gw.Coordinator("127.0.0.1:0")
+    serving = threading.Thread(target=coordinator.serve, daemon=True)
+    serving.start()
+    try:
+        yield Board("127.0.0.1", coordinator.port, coordinator.secret)
+    finally:
+        coordinator.close()
+        serving.join()
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_records_at_several_keys_are_read_at_once_where_all_are_there(
     slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Over a long link, each key is read by a connection of its own.
     monkeypatch.setattr("gradwire.link.membership.board.FAR_S", 0.0 if slow else 60.0)
-    coordinator = gw.Coordinator("127.0.0.1:0")
-    serving = threading.Thread(target=coordinator.serve, daemon=True)
-    serving.start()
-    try:
-        board = Board("127.0.0.1", coordinator.port, coordinator.secret)
+    with serving_a_board() as board:
         reports = {f"report/1/{letter}": EpochReport(1, letter * 16, 3, True) for letter in "abc"}
         first, second, third = reports
         board.put(first, reports[first])
@@ -140,9 +151,6 @@ def test_records_at_several_keys_are_read_at_once_where_all_are_there(
         board.put(third, reports[third])
         assert board.get_all(reports, EpochReport) == reports
         assert board.get_all([], EpochReport) == {}
-    finally:
-        coordinator.close()
-        serving.join()
 
 
 class Spare:
@@ -181,11 +189,7 @@ def test_far_records_are_read_by_spare_connections_whatever_becomes_of_these(
 ) -> None:
     monkeypatch.setattr("gradwire.link.membership.board.FAR_S", 0.0)
     monkeypatch.setattr("gradwire.link.membership.board.CONNECT_S", 0.2)
-    coordinator = gw.Coordinator("127.0.0.1:0")
-    serving = threading.Thread(target=coordinator.serve, daemon=True)
-    serving.start()
-    try:
-        board = Board("127.0.0.1", coordinator.port, coordinator.secret)
+    with serving_a_board() as board:
         reports = {f"report/1/{letter}": EpochReport(1, letter * 16, 3, True) for letter in "abcdef"}
         for key, report in reports.items():
             board.put(key, report)
@@ -198,6 +202,3 @@ def test_far_records_are_read_by_spare_connections_whatever_becomes_of_these(
         assert [spare in kept for spare in spares] == 2 * [how == "works"]
         for spare in spares:
             spare.gives_up.set()
-    finally:
-        coordinator.close()
-        serving.join()
