@@ -116,6 +116,8 @@ def hosted_by_rank_0(port: int) -> None:
     import torch.distributed as dist
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    # A rank is connected before the others know that they are, and takes their connections away if it ends its group.
+    dist.barrier()
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "USE_LIBUV": "1"}
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
