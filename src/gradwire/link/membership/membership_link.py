@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -80,7 +81,7 @@ class MembershipLink(WatchingLink):
         self._of: Epoch | None = None
         self._starting: Callable[[], Iterable[tuple[Any, Mean]]] = tuple
         self._means: list[tuple[Any, torch.Tensor]] = []
-        self._before, self._asked_s = (0, 0, 0), (-LOOK_S, ())
+        self._before, self._asked_s, self._read = (0, 0, 0), (-LOOK_S, ()), (-math.inf, [])
         self._enter()
 
     def _enter(self) -> None:

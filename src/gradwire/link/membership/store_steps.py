@@ -20,6 +20,9 @@ POLL_S = 0.02
 MINORITY_S = 5.0
 """Time beyond the grace that members wait for the reports of others if fewer than half of all have reported."""
 
+RECENT_S = 4 * LOOK_S
+"""Time for which requests count that were read from a store at the end of a long link."""
+
 ASK_S = 0.5
 """Time between two requests of a worker that is connected to the members, and looks whether it is named."""
 
@@ -33,7 +36,9 @@ class StoreSteps(ServingLink):
 
     _warnings: WarnOnce
     _asked_s: tuple[float, tuple[Member, ...]]
-    """When requests were read for the last time, and from whom they were."""
+    """When requests were heeded for the last time, and from whom they were."""
+    _read: tuple[float, list[Request]]
+    """When they were read between two rounds, or in one, by the thread that watches; and those that there were."""
     _attempts = 0
     """Number of candidates that this member has written."""
     _prepares = True
@@ -132,7 +137,7 @@ class StoreSteps(ServingLink):
             # Those who founded the training may have been read as workers that ask.
             return tuple(member for member in self._asked_s[1] if member.id not in known)
         found, asking = list[Member](), list[Member]()
-        for request in self._party.board.requests():
+        for request in self._recent():
             if request.terms == self._terms:
                 (asking if request.state else found).append(request.member)
             else:
@@ -146,6 +151,12 @@ class StoreSteps(ServingLink):
         self._asked_s = (time.monotonic(), self._prepared(wanted) if self._prepares else wanted)
         self._answer_asking(asking)
         return self._asked_s[1]
+
+    def _recent(self) -> list[Request]:
+        """Return the requests that there are, or that there were when the thread that watches looked."""
+        board, (read_s, found) = self._party.board, self._read
+        # The votes of all wait for the first member: they would be later by two delays of the network and more.
+        return found if board.is_far and time.monotonic() - read_s < RECENT_S else board.requests()
 
     def _prepared(self, wanted: tuple[Member, ...]) -> tuple[Member, ...]:
         """Return those of some workers with which all members are connected; have them connect to others."""

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from abc import abstractmethod
+from dataclasses import dataclass
 
 from gradwire.link.membership import steps as p
+from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.epoch_link import keep_watch
 from gradwire.link.membership.records import Epoch
 from gradwire.link.membership.store_steps import StoreSteps
+
+
+@dataclass(frozen=True)
+class _News:
+    """What the store had about the time after an epoch.
+
+    Attributes:
+        epoch: That epoch.
+        following: The next one; None if nobody has begun it.
+        candidate: The latest candidate for it.
+    """
+
+    epoch: Epoch
+    following: Epoch | None = None
+    candidate: Epoch | None = None
 
 
 class WatchingLink(StoreSteps):
@@ -22,6 +40,8 @@ class WatchingLink(StoreSteps):
     _applied: bool = False
     """True from a step of the optimizer until the next round."""
     _meeting: threading.Thread | None = None
+    _news: _News | None = None
+    """What was read from the store last."""
 
     @abstractmethod
     def _run(self, steps: p.Steps[None]) -> None:
@@ -47,7 +67,12 @@ class WatchingLink(StoreSteps):
     def settle(self) -> None:
         """Agree with the others on who is there, if that has changed; call it before samples are drawn for a round."""
         with self._lock:
-            self._look()
+            group = self._epoch_group
+            if group is not None:
+                # Every step would wait for a store at the end of a long link, which a thread asks often enough.
+                if not self._party.board.is_far:
+                    self._learn()
+                self._heed(group)
             if self._applied and not self._problem:
                 # A worker that is taken in now computes its gradient while the others compute theirs.
                 try:
@@ -63,34 +88,61 @@ class WatchingLink(StoreSteps):
         if group is None:
             return
         self._party.board.freshen(group.world_size)
+        if not self._has_lost(group):
+            # Without the lock, for which the thread that trains would wait.
+            self._learn()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._heed(group)
+            finally:
+                self._lock.release()
+        elif self._has_lost(group) or self._is_deserted(group):
+            self._abort()
+
+    def _has_lost(self, group: EpochGroup) -> bool:
+        """Return whether a member of the current epoch is gone."""
         # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
-        lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
-        if not self._lock.acquire(blocking=False):
-            if lost or self._is_deserted(group):
-                self._abort()
+        return group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
+
+    def _learn(self) -> None:
+        """Read what there is about the time after this epoch: the next one, its candidates, who wants to come in."""
+        board, epoch = self._party.board, self._seat.epoch
+        if epoch is None or self._seat.left or self._problem:
             return
         try:
-            seat = self._seat
-            if seat.epoch is None or seat.left or self._problem or group is not self._epoch_group:
-                return
-            try:
-                following = self._party.board.get(p.epoch_key(seat.epoch.number + 1), Epoch)
-                if following is not None:
-                    self._run(seat.follow(following))
-                elif lost:
-                    self._run(seat.recover())
-                elif seat.epoch.members[0].id == seat.me.id:
+            following, candidate = board.get(p.epoch_key(epoch.number + 1), Epoch), None
+            if following is None and epoch.members[0].id == self._seat.me.id:
+                self._read = (time.monotonic(), board.requests())
+            elif following is None:
+                candidate = board.get(p.candidate_key(epoch.number + 1), Epoch)
+        except Exception as problem:  # raised in the thread of the training
+            self._problem = problem
+        else:
+            self._news = _News(epoch, following, candidate)
+
+    def _heed(self, group: EpochGroup) -> None:
+        """Between two rounds, agree with the others on who is there, if that has changed; with the lock."""
+        seat, news = self._seat, self._news
+        epoch = seat.epoch
+        if epoch is None or seat.left or self._problem or group is not self._epoch_group:
+            return
+        try:
+            if self._has_lost(group):
+                following = self._party.board.get(p.epoch_key(epoch.number + 1), Epoch)
+                self._run(seat.recover() if following is None else seat.follow(following))
+            elif news is not None and news.epoch is epoch:
+                if news.following is not None:
+                    self._run(seat.follow(news.following))
+                elif epoch.members[0].id == seat.me.id:
                     # A request counts from the second look on: the round's vote must not be the first.
                     self._requests()
                 else:
-                    self._prepare(self._party.board.get(p.candidate_key(seat.epoch.number + 1), Epoch))
-                self._be_seen()
-            except Exception as problem:  # raised in the thread of the training
-                self._problem = problem
-            else:
-                self._meet_early()
-        finally:
-            self._lock.release()
+                    self._prepare(news.candidate)
+            self._be_seen()
+        except Exception as problem:  # raised in the thread of the training
+            self._problem = problem
+        else:
+            self._meet_early()
 
     def _be_seen(self) -> None:
         """Let the members of an epoch that has not met yet see that this one is alive, long before its next round."""
