@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from gradwire.tools.cli.app import app
 from gradwire.tools.cli.coordinate_command import reached_at
-from gradwire.tools.cli.join_commands import keep_running
+from gradwire.tools.cli.join_commands import keep_running, run
 
 WAIT_S = 240.0
 
@@ -165,6 +165,20 @@ def test_a_script_that_is_killed_is_started_again_and_comes_in(tmp_path: Path, c
     finally:
         other.process.kill()
         other.process.wait()
+
+
+@pytest.mark.parametrize("own", [None, "INFO"])
+def test_a_script_is_not_warned_of_each_connection_that_ends(
+    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, script = tmp_path / "told.txt", tmp_path / "script.py"
+    script.write_text("import os, sys; open(sys.argv[1], 'w').write(os.environ['TORCH_CPP_LOG_LEVEL'])")
+    monkeypatch.setenv("GRADWIRE_SECRET", "s" * 20)
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    if own is not None:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", own)
+    assert run("127.0.0.1:1", None, script, [str(told)], "0") == 0
+    assert told.read_text() == (own or "ERROR")
 
 
 @pytest.mark.parametrize(("script", "code"), [("import os; os.kill(os.getpid(), 9)", 128 + 9), ("exit(7)", 7)])

@@ -23,6 +23,9 @@ from gradwire.tools.processes import die_with_parent, killed_by
 JOIN, SECRET = "GRADWIRE_JOIN", "GRADWIRE_SECRET"
 """Variables that ``gw.join()`` reads."""
 
+DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Variables that a script has unless they are set. Of each connection that ends, torch warns by a page of frames."""
+
 RESTARTS = 3
 """Default number of restarts."""
 
@@ -77,7 +80,7 @@ def run(
         raise UsageError(f"script {script} does not exist")
     if max_restarts is not None and not max_restarts.isdecimal():
         raise UsageError(f"--max-restarts {max_restarts}: a number from 0 on is needed")
-    told = {"OMP_NUM_THREADS": "1", **os.environ, JOIN: address, SECRET: secret_for(secret_file)}
+    told = {**DEFAULTS, **os.environ, JOIN: address, SECRET: secret_for(secret_file)}
     restarts = RESTARTS if max_restarts is None else int(max_restarts)
     return keep_running([sys.executable, str(script), *arguments], told, restarts)
 
