@@ -74,7 +74,7 @@ def summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Try until there were enough faults; exit with 1 where digests differ, or a training hung."""
+    """Try until there were enough faults; exit with 1 where digests differ, a training hung or a trial failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=10_000, help="in sum, with those of rows that are there")
     parser.add_argument("--at-once", type=int, default=8)
@@ -87,7 +87,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows, began_s = earlier(given.json, "rows"), time.monotonic()
-    draws = itertools.islice(((m, seed) for seed in itertools.count() for m in METHODS), len(rows), None)
+    tried = {(row["method"], row["seed"]) for row in rows}
+    draws = ((m, seed) for seed in itertools.count() for m in METHODS if (m, seed) not in tried)
+    failed = 0
     while sum(row["faults"] for row in rows) < given.faults and time.monotonic() - began_s < 60 * given.until:
         with tempfile.TemporaryDirectory() as folder:
             paths = [Path(folder) / f"{number}.json" for number in range(given.at_once)]
@@ -96,7 +98,9 @@ def main() -> int:
                 trial.wait()
                 if not path.exists():
                     sys.stderr.write(path.with_suffix(".log").read_text(errors="replace")[-4000:])
-                    raise SystemExit(f"a trial ended with {trial.returncode} and without a row")
+                    print(f"a trial ended with {trial.returncode} and without a row", flush=True)
+                    failed += 1
+                    continue
                 (row,) = json.loads(path.read_text())["rows"]
                 rows.append({name: row[name] for name in KEPT})
                 if row["hangs"] or row["rounds_with_differing_digests"] or row["halted"]:
@@ -105,7 +109,9 @@ def main() -> int:
                     print(f"{rows[-1]}: what it said is in {kept}", flush=True)
         write(given.json, sum=summed(rows), rows=rows)
         print(summed(rows), flush=True)
-    return int(any(row["rounds_with_differing_digests"] or row["hangs"] for row in rows))
+        if failed >= given.at_once:
+            break
+    return int(failed > 0 or any(row["rounds_with_differing_digests"] or row["hangs"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import random
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,25 @@ def test_a_coordinator_writes_again_what_it_knows_and_removes_what_no_member_wri
         ["run", "removed", "epoch/1", "links/1/a", "links/2/a", "named/0123456789abcdef", "asks", "ask/3",
          "report/1/0123456789abcdef"]
     )  # fmt: skip
+
+
+def test_a_coordinator_is_patient_with_its_store_at_first_and_not_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    from gradwire.link.membership.coordinator import ANSWER, BEGIN
+
+    patience = []
+
+    class Noting(dist.TCPStore):
+        def clone(self) -> Any:
+            patience.append(self.timeout)
+            return super().clone()
+
+    monkeypatch.setattr(dist, "TCPStore", Noting)
+    made = gw.Coordinator("127.0.0.1:0")
+    # Under a load of seventy on two cores, five seconds were too few for a connection within one process.
+    assert patience == [BEGIN]
+    assert made._store.timeout == made._client.timeout == ANSWER < BEGIN
 
 
 def test_a_coordinator_outlives_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,9 @@ from gradwire.link.membership.steps import FIRST, epoch_key
 LOOK_S = 0.25
 """Time between two looks for a new epoch."""
 
+BEGIN, ANSWER = timedelta(seconds=60), timedelta(seconds=5)
+"""Time that the store has to begin, on however busy a machine, and to answer later on."""
+
 KEPT_EPOCHS = 3
 """Number of epochs whose keys stay in the store."""
 
@@ -95,13 +98,15 @@ class Coordinator:
             listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
             own = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             self._store = dist.TCPStore(
-                own, listening.getsockname()[1], is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5),
+                own, listening.getsockname()[1], is_master=True, wait_for_workers=False, timeout=BEGIN,
                 master_listen_fd=listening.detach(),
             )  # fmt: skip
+            self._client: Any = self._store.clone()
         except (OSError, RuntimeError, dist.DistError) as error:
             raise GradwireError(f"the coordinator cannot listen at {listen}: {error}") from error
         self.port: int = self._store.port
-        self._client: Any = self._store.clone()
+        for store in (self._store, self._client):
+            store.set_timeout(ANSWER)
         self._write()
         self._keys = 0
         # Workers wait for the key of the run, and find all others then: it is the last one.
