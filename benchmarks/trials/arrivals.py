@@ -42,7 +42,7 @@ QUIET_S, MOST_S, AFTER_S = 10.0, 120.0, 6.0
 
 def arrival(spec: str, way: str, given: argparse.Namespace) -> dict[str, Any]:
     """Let one replica come to three others; return its row."""
-    settings = {"compute_s": 0.25, "silence_s": 10.0, "momentum": 0.9, "replicas": 3}
+    settings = {"compute_s": 0.25, "silence_s": 10.0, "momentum": 0.9, "replicas": 3, "log": False}
     options = argparse.Namespace(**settings, width=given.width, large_bytes=WAYS[way])
     with open_network(Topology.parse(f"hosts=5,{given.lab}")) as network:
         trial = Trial(MEMBERS, spec, options, network)

@@ -58,7 +58,12 @@ def start(given: argparse.Namespace, method: str, seed: int, path: Path) -> subp
         "silence-s": given.silence_s, "replicas": given.replicas, "at-once": given.at_once, "seeds": seed,
         "method": method, "json": path,
     }  # fmt: skip
-    command = [sys.executable, str(TRIAL), *(part for name, x in told.items() for part in (f"--{name}", str(x)))]
+    command = [
+        sys.executable,
+        str(TRIAL),
+        "--log",
+        *(part for name, x in told.items() for part in (f"--{name}", str(x))),
+    ]
     with path.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 

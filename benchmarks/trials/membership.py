@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import logging
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -77,6 +78,9 @@ def keep(namespace: str | None, listen: str, pipe: Connection) -> None:
 def replica(seat: Seat, pipe: Connection, orders: Connection) -> None:
     """Train until told to leave, and tell every round that counted."""
     given, (address, secret) = seat.given, seat.address
+    if given.log:
+        logging.basicConfig(format=f"%(asctime)s.%(msecs)03d {seat.name}: %(message)s", datefmt="%H:%M:%S")
+        logging.getLogger("gradwire").setLevel(logging.INFO)
     module, armed = network(given.width), threading.Event()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=given.momentum)
     serving_link.LARGE_BYTES = given.large_bytes
@@ -111,6 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--lab", help="an emulated network, such as bandwidth=100mbit,delay=20ms")
+    parser.add_argument("--log", action="store_true", help="replicas write to stderr how they meet")
     given = parser.parse_args(namespace=argparse.Namespace(**SMALL))
     methods = given.method or METHODS
     preload(methods)

@@ -42,8 +42,9 @@ def run(monkeypatch: pytest.MonkeyPatch, path: Path, *told: str, **found: Any) -
     def start(given: argparse.Namespace, method: str, seed: int, into: Path) -> Trial:
         begun.append((method, seed))
         into.with_suffix(".log").write_text("why")
-        if "nothing" not in found:
-            into.write_text(json.dumps({"rows": [row(method, seed=seed, **found)]}))
+        if (method, seed) not in found.get("nothing", ()):
+            own = {name: x for name, x in found.items() if name != "nothing"}
+            into.write_text(json.dumps({"rows": [row(method, seed=seed, **own)]}))
         return Trial()
 
     monkeypatch.setattr(members_often, "start", start)
@@ -74,9 +75,20 @@ def test_what_is_looked_for_is_an_error(what: str, monkeypatch: pytest.MonkeyPat
     assert run(monkeypatch, tmp_path / "often.json", "--faults", "1", **{what: 1})[0] == 1
 
 
-def test_a_trial_without_a_row_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="without a row"):
-        run(monkeypatch, tmp_path / "often.json", "--faults", "1", nothing=True)
+def test_trials_go_on_where_one_ends_without_a_row_which_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, lost = tmp_path / "often.json", (members_often.METHODS[1], 0)
+    status, begun = run(monkeypatch, path, "--faults", "201", nothing=[lost])
+    assert (status, len(begun), json.loads(path.read_text())["sum"]["trials"]) == (1, 6, 5)
+    # It is tried again by the run that goes on.
+    assert run(monkeypatch, path, "--faults", "251")[1][0] == lost
+
+
+def test_it_ends_where_no_trial_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    none = [(method, 0) for method in members_often.METHODS]
+    status, begun = run(monkeypatch, tmp_path / "often.json", "--faults", "1", nothing=none)
+    assert (status, len(begun)) == (1, 3)
 
 
 def test_the_page_sums_the_trials_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:

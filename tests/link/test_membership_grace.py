@@ -61,3 +61,40 @@ def test_one_that_is_late_lets_a_majority_wait_for_a_grace_and_no_longer(is_far:
     began_s = time.monotonic()
     assert MembershipLink._collect(link, keys) == tuple(written.values())
     assert time.monotonic() - began_s < MINORITY_S
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize(
+    ("vanished", "at_once", "later", "found"),
+    [
+        (4, 3, 1, 4),  # it was cut off from all others, of which one is late
+        (3, 2, 1, 3),  # from three of four; the fourth is stopped
+        (2, 2, 1, 2),  # from two of four: that they were cut off is as likely
+    ],
+)
+def test_one_that_was_cut_off_leaves_it_to_the_others_who_is_late(
+    is_far: bool, vanished: int, at_once: int, later: int, found: int
+) -> None:
+    epoch = Epoch(4, tuple(Member(new_id()) for _ in range(5)))
+    keys = [report_key(4, id) for id in epoch.ids()[1:]]
+    told = {key: EpochReport(4, id, 7, True) for key, id in zip(keys, epoch.ids()[1:])}
+    began_s = time.monotonic()
+
+    def get_all(wanted: list[str], kind: type[EpochReport], *, each: bool) -> dict[str, EpochReport]:
+        written = keys[: at_once + (later if time.monotonic() - began_s > 4 * VANISHED_S else 0)]
+        there = {key: told[key] for key in wanted if key in written}
+        return there if each or len(there) == len(wanted) else {}
+
+    def get(key: str, kind: type[Epoch]) -> Epoch | None:
+        # The others agree without the one that is stopped.
+        return epoch if later and time.monotonic() - began_s > 6 * VANISHED_S else None
+
+    board = types.SimpleNamespace(is_far=is_far, get_all=get_all, get=get)
+    link: Any = types.SimpleNamespace(
+        _party=types.SimpleNamespace(board=board, grace_s=2 * VANISHED_S),
+        _seat=types.SimpleNamespace(current=epoch),
+        _vanished=frozenset(epoch.ids()[1 : 1 + vanished]),
+    )
+    link._grace_s = partial(MembershipLink._grace_s, link)
+    assert len(MembershipLink._collect(link, keys)) == found
+    assert time.monotonic() - began_s < MINORITY_S

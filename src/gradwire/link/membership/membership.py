@@ -140,7 +140,8 @@ def join(
         name: Name of this worker in messages; host and process by default.
         least: Number of workers that begin the training together. Later ones are taken in one by one.
         grace_s: Seconds that members wait for one another's reports when a member is gone, and five more if fewer than
-            half have reported. Who has not reported then is left out, and comes again.
+            half have reported or this worker was cut off from most. Who has not reported then is left out, and comes
+            again.
         silence_s: Seconds without a sign of life after which a member counts as gone: stopped, or cut off. The end of
             a process is noticed at once.
         patience_s: Seconds that this worker waits to be taken in, and that the coordinator may be away.

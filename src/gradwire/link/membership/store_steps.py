@@ -18,7 +18,8 @@ POLL_S = 0.02
 """Time between two looks for a record that is waited for."""
 
 MINORITY_S = 5.0
-"""Time beyond the grace that members wait for the reports of others if fewer than half of all have reported."""
+"""Time beyond the grace that members wait for the reports of others if fewer than half of all have reported, or if they
+were cut off."""
 
 RECENT_S = 4 * LOOK_S
 """Time for which requests count that were read from a store at the end of a long link."""
@@ -59,7 +60,10 @@ class StoreSteps(ServingLink):
             few = board.is_far and len(missing) <= MOST_AT_ONCE
             for some in [missing] if few else [[key for key in part if key in missing] for part in (alive, silent)]:
                 found |= board.get_all(some, EpochReport, each=is_late or few)
-            is_last = is_late and waited_s > self._grace_s(1 + len(found), 1 + len(keys), found.keys() >= set(alive))
+            # Most others were out of reach, and live: they know better than this member who of them is only late.
+            cut_off = 2 * len(silent) > len(keys) > 1 and not found.keys().isdisjoint(silent)
+            reported = 1 if cut_off else 1 + len(found)
+            is_last = is_late and waited_s > self._grace_s(reported, 1 + len(keys), found.keys() >= set(alive))
             if is_last or len(found) == len(keys) or board.get(following, Epoch) is not None:
                 break
             time.sleep(POLL_S)
