@@ -42,7 +42,7 @@ def unpack(packed: object, name: str, expected: bytes | None = None) -> Any:
         expected: The digest that another file has for this one; None: only its own is checked.
 
     Raises:
-        IncompatibleError: it was not made by :func:`pack`, its bytes have changed, or it is not the expected file.
+        IncompatibleError: ``packed`` was not made by :func:`pack`, was changed, or has another digest than expected.
     """
     whole = isinstance(packed, dict) and packed.keys() == {"body", "digest"}
     if not whole or not all(isinstance(t, torch.Tensor) and t.dtype == torch.uint8 for t in packed.values()):  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ class Properties:
         state: State that is kept between steps.
         state_bytes_per_element: Bytes of that state on each rank for the default and large parameters. Memory holds
             twice as much: the current state, and the new one, which is committed if all of the round was finite.
-        stream: The random stream drawn from: "rank", "shared", "owner" or "none".
+        stream: The random streams drawn from, in words, such as "rank" or "shared, or rank"; "none" if there is none.
         paper_settings: The fields whose setting in the paper is not the default, by name.
     """
 

@@ -90,7 +90,9 @@ class HaloMethod(ABC):
         return False
 
     def follow(self, memory: Memory, loss: float) -> None:  # noqa: B027
-        """Stage the changes that the loss of a step makes in what all workers remember alike.
+        """Update the state that is the same on all workers by the loss of a step; by default do nothing.
+
+        The changes are staged in ``memory``.
 
         Args:
             memory: State of one worker.

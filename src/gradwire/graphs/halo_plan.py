@@ -88,7 +88,7 @@ class HaloPlan:
 
     Raises:
         HyperparameterError: the seed or the number of steps is not a whole number.
-        IncompatibleError: the method needs to know the number of steps.
+        IncompatibleError: the method needs to know the number of steps, or cannot work with this one.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from gradwire.errors import IncompatibleError
 
 
 def symmetrised(edges: torch.Tensor, nodes: int) -> torch.Tensor:
-    """Return each edge once in both directions, and one from each node to itself.
+    """Return each edge once in each direction, and an edge from each node to itself, without duplicates.
 
     Args:
         edges: Pairs of nodes, int64 ``[2, edges]``, in any order.

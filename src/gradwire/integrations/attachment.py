@@ -86,10 +86,14 @@ class Attachment:
         save(self.link, folder, own)
 
     def load(self, folder: Path) -> Callable[[], None]:
-        """Load the link's state (collective), after the framework has loaded the model.
+        """Load the link's state (collective), and under local steps this rank's model and optimizers.
+
+        Call it after the framework has loaded the model. With a single process it loads nothing, and warns if the
+        folder has a state.
 
         Returns:
-            A function that restores this rank's optimizers again, for frameworks that load optimizers afterwards.
+            A function that restores this rank's optimizers again, for frameworks that load optimizers afterwards. It
+            does nothing if the checkpoint has none of them.
 
         Raises:
             IncompatibleError: the checkpoint has no state of the link, and ``fresh`` is not set.

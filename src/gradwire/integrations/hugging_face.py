@@ -51,7 +51,7 @@ def accelerate(
     Raises:
         HyperparameterError: the spec is wrong.
         IncompatibleError: the accelerator has one of PyTorch's communication hooks, does not train by DDP, or has
-            prepared a module that is not given; raised by ``prepare``: it prepares a second module.
+            prepared a module already and ``model`` is None. ``prepare`` raises it for a second module.
     """
     attachment = Attachment(method, fresh, options)
     _check_ddp(accelerator)

@@ -206,9 +206,9 @@ def value_terms(parameters: Mapping[str, torch.Tensor]) -> dict[str, object]:
 class ReplicaCheck:
     """Compares digests of all parameters over ranks at regular rounds.
 
-    The digests are computed when a round begins, before it changes a parameter, and gathered while it runs. No rank
-    waits for one that has not begun the round, and that could in turn wait for it in another collective of the backward
-    pass. All ranks compare them when the next round begins.
+    The digests are computed when a round begins, before it changes a parameter, and gathered while it runs. All ranks
+    compare them when the next round begins. So no rank waits for a rank that has not begun the round: that rank could
+    itself be waiting for the first one, in another collective of the backward pass.
 
     Args:
         every: Number of rounds between two comparisons; 0: never.

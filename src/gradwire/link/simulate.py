@@ -338,14 +338,15 @@ def simulate(
         gradients: A float tensor ``[world_size, numel]`` (one parameter, named "0"), or a list of name-to-tensor dicts,
             one for each worker. Every parameter is compressed, however small.
         method: A method or its spec.
-        state: State from an earlier call; its round replaces ``round``.
+        state: ``state`` of an earlier result; its round replaces ``round``.
         seed: Seed of the random streams.
         round: Number of the round, on which random numbers depend.
         link_cost: Cost of a message, for methods that depend on it.
 
     Raises:
         HyperparameterError: the method, the seed or the round is wrong.
-        IncompatibleError: the gradients have another form, or the method cannot exchange them.
+        IncompatibleError: the gradients are not floats in one of these forms, the method cannot exchange them, or
+            ``state`` is not that of a simulation with these parameters.
 
     Example:
         >>> import torch, gradwire as gw

@@ -53,7 +53,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Cycle:
-    """The steps from one exchange of a fragment to its next.
+    """The steps from one exchange of a fragment to the next one of the same fragment.
 
     Attributes:
         spec: Spec of the method.
@@ -193,7 +193,8 @@ class Forecast:
     may not, if the cluster lies far outside the calibrated range. ``apart`` says why the method should not be chosen by
     its time. ``delays`` counts the one-way delays on the critical path of the exchange, with all buckets ready at its
     beginning (:class:`~gradwire.exchange.network_cost.Delays`). If a method exchanges in one of ``exchange_every``
-    steps, times, bytes and delays are means over these.
+    steps, times, bytes and delays are means over these. ``sent_bytes`` are those of one rank, ``speedup`` is over DDP
+    alone, and ``floor_s`` is the least time of a step with these bytes.
     """
 
     method: str
@@ -313,8 +314,9 @@ def why_apart(spec: str) -> str | None:
 def recommend(forecasts: Sequence[Forecast]) -> tuple[str, str]:
     """Return the method to use, or :data:`NOTHING`, and the reason in a sentence.
 
-    No compression is preferred over a cast, and a cast over a lossy method, unless the other is five per cent faster.
-    Methods that are ``apart`` are left out.
+    A cast is chosen over DDP alone, and then a lossy method over that choice, only if it is at least :data:`WORTH`
+    times as fast.
+    Methods that are ``apart`` are left out. The forecasts must include the one of :data:`NOTHING`.
     """
     forecasts = [f for f in forecasts if f.apart is None]
     best = next(f for f in forecasts if f.method == NOTHING)

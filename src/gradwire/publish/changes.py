@@ -159,10 +159,13 @@ class ChangedChunk:
         return before, change
 
     def replace(self, target: Read) -> Mapping[int, int]:
-        """Write the chunk into the bytes of its spans, unchecked; return by tensor what it adds to the sum of words.
+        """Write the chunk into the bytes of its spans, without a :meth:`check` before.
+
+        Returns:
+            What the chunk adds to the sum of words of each tensor, by number of the tensor.
 
         Raises:
-            PayloadError: the changes are not those of such a base; a part of them has been written.
+            PayloadError: the changes do not fit these bytes, some of which may have been overwritten.
         """
         change = dict[int, int]()
         for span, cursor in self._walk(target, WRITE_CHECKED):

@@ -147,8 +147,8 @@ class Codec(ABC):
     def summarise_mean(self, flat: torch.Tensor, summary: Summary) -> Summary:
         """Measure the mean of the segments, which their owner encodes again; ``summary`` is that of this rank's vector.
 
-        All ranks decode the mean with a summary of their own vector, so that what is not in the payload must not
-        depend on the mean.
+        All ranks decode the mean with the summary of their own vector. So whatever decoding needs and the payload does
+        not contain must be taken from ``summary``.
         """
         return self.summarise(flat)
 

@@ -70,7 +70,7 @@ class Stage:
         work_s: Seconds of the local work, in this process alone on its core.
         kind: "all_to_all", "all_gather", "gather" (a small reduction by a gather), "ring", "pairs" (large rows, one at
             a time, in turn between lanes), or "broadcast".
-        sent_bytes: Bytes that one rank sends; for a broadcast its root, for which all others wait.
+        sent_bytes: Bytes that one rank sends; for a broadcast those that its root sends, since all others wait for it.
         rounds: Number of messages that depend on one another.
         messages: Number of messages that one rank sends.
         scope: Scope of the operation; None: all ranks.

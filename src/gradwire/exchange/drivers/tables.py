@@ -145,10 +145,10 @@ def all_gather_tables(
     most_bytes: int = MOST_BYTES,
     wait: Callable[[dist.Work], object] = dist.Work.wait,
 ) -> list[T]:
-    """Gather a value from each rank of a group, by rank in the group (collective call).
+    """Gather a value from each rank of a group, in the order of ranks in the group (collective call).
 
-    Lengths are gathered and checked first, with :attr:`Group.table_bytes` of each message. Then memory for the rest is
-    allocated: ``world_size`` times the longest one.
+    The length of each message is gathered first, together with its first :attr:`Group.table_bytes` bytes, and checked.
+    Then memory for the rest is allocated: ``world_size`` times the longest rest.
 
     Args:
         value: See :func:`plain`.

@@ -92,7 +92,8 @@ class Coder(Protocol):
         The bytes of ``out`` after them are unspecified, up to ``bound(n)``.
 
         Raises:
-            HyperparameterError: a tensor is not a contiguous vector of uint8, or ``out`` is too short.
+            HyperparameterError: a tensor is not a contiguous vector of uint8 on the CPU, ``out`` is too short, or there
+                are more than :data:`MAX_SYMBOLS` symbols.
         """
         ...
 

@@ -38,7 +38,7 @@ class Selected:
 
     Attributes:
         variants: The variant of each part.
-        ns_per_byte: Times by part and variant, for variants that compile here and agree with the reference.
+        ns_per_byte: Times by part and variant, for allowed variants that compile here and agree with the reference.
     """
 
     variants: Variants

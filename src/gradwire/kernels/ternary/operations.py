@@ -83,8 +83,8 @@ class TernaryOperations(Front):
     def ternary_sum(self, rows: torch.Tensor, out: torch.Tensor, layout: DigitLayout | None = None) -> None:
         """Add ``N`` ternary payloads, ``rows`` uint8 ``[N, m]``, into the packed sums of their ``5 * m`` digits.
 
-        ``m`` is a multiple of 16; rows may be any distance apart. ``out`` is uint8 ``[packed_bytes(5 * m, N)]``, or has
-        the size of another ``layout`` of base 2N + 1.
+        ``m`` is a multiple of 16; rows may be any distance apart. ``layout`` has the base 2N + 1, by default
+        :func:`sum_layout`; ``out`` is uint8 of the size ``layout.packed_bytes(5 * m)``.
         """
         check_rows(rows, rows.shape[-1])
         if rows.shape[1] % GROUP_BYTES:

@@ -192,8 +192,9 @@ def judge(
         standings: State of the ranks that the link depends on.
         link: Token of the link.
         orderly: True if a rank that closed the link, or whose program ended normally, has broken it.
-        elsewhere_since_s: Time from which on notices about other links count, if the only evidence about this one is
-            orderly ends. After an older failure a program may have continued with new links.
+        elsewhere_since_s: Time from which on notices about other links count, if there is no evidence about this one,
+            or only orderly ends; by default none count. After an older failure a program may have continued with new
+            links.
     """
     found = [e for rank, standing in standings.items() for e in _evidence(rank, standing, link)]
     if all(e.orderly for e in found):

@@ -157,14 +157,16 @@ class Trial:
 class Autotuner:
     """Tries candidates in turn in the first rounds, and keeps the fastest.
 
-    The time of a round runs from its first bucket to that of the next, so that it holds the whole exchange and all
-    waits of the user. The candidate with the fewest bytes is tried first. From the time of its step and a measurement
-    of the network, candidates that are too slow because of their bytes are left out. All decisions are functions of
-    numbers that every rank has gathered.
+    The time of a round runs from its first bucket to that of the next, so that it includes the whole exchange and all
+    waits of the user. The candidate with the fewest bytes is tried first. The time of its step and a measurement of the
+    network show which candidates are too slow because of their bytes; these are left out. If several candidates are
+    within :data:`TIE` of the least time, the one listed first is kept. All decisions are functions of numbers that
+    every rank has gathered.
 
     Args:
         method: The candidates and the length of the trial.
         planners: Planners by spec, in the order of the candidates.
+        clock: Returns seconds.
         left_out: Candidates without a planner, which are not tried, and the reason for each.
     """
 

@@ -206,7 +206,8 @@ class FP16(Cast):
 
     Values above 65504 become inf, on every rank; below 6e-8 they become 0. Use it under a GradScaler.
     Same arithmetic as PyTorch's ``fp16_compress_hook``. The declared ``delta`` is for values from 2^-14 to 65504, which
-    are rounded with a relative error of at most 2^-11 on each rank; the backend's sum rounds again.
+    are rounded with a relative error of at most 2^-11 on each rank. The division rounds again unless N is a power of
+    two, and so does the backend's sum.
     """
 
     name: ClassVar[str] = "fp16"
@@ -236,8 +237,8 @@ class BF16(Cast):
     """Brain float: mean = all_reduce_sum(bfloat16(g_i) / N); float32's range with eight bits of precision.
 
     Same arithmetic as PyTorch's ``bf16_compress_hook``, which a CPU build refuses to register. The declared ``delta``
-    is for normal numbers, which are rounded with a relative error of at most 2^-8 on each rank; the backend's sum
-    rounds again.
+    is for normal numbers, which are rounded with a relative error of at most 2^-8 on each rank. The division rounds
+    again unless N is a power of two, and so does the backend's sum.
     """
 
     name: ClassVar[str] = "bf16"

@@ -35,19 +35,20 @@ class PowerGossip(GossipMethod):
         p <- orthonormalise(p)        q = X_j^T p - X_i^T p
         X_i <- X_i + w_ij p q^T       X_j <- X_j - w_ij p q^T
 
-    i sends X_i^T p and j sends X_j^T p. In the next exchange q takes the role of p, and X^T that of X: this continues
-    the power method for the largest singular vectors of the difference. All edges of a worker use the same parameters.
-    One end adds what the other subtracts, so the mean over workers does not change. p q^T is a projection of the
-    difference, so the difference never grows, whatever the rank; no residual is needed, and the method cannot diverge.
+    i sends X_i^T p and j sends X_j^T p. In the next iteration q takes the role of p, and X^T that of X: this continues
+    the power method for the largest singular vectors of the difference. All edges of a worker use its parameters from
+    before the iteration. One end adds what the other subtracts, so the mean over workers does not change. p q^T is a
+    projection of the difference, so the difference never grows, whatever r is; no residual is needed, and the method
+    cannot diverge.
 
     A matrix has the outermost dimension in memory as rows and all others as columns. It is compressed if the messages
-    of two exchanges have ``least_saving`` times fewer numbers than two matrices. All other parameters, such as vectors,
-    are averaged as by :class:`DPSGD`.
+    of two iterations have ``least_saving`` times fewer numbers than two matrices. All other parameters, such as
+    vectors, are averaged as by :class:`DPSGD`.
 
     Args:
         graph: See :class:`DPSGD`.
         matrix_rank: Number of columns r of a factor.
-        iterations: Number of consecutive exchanges, each of which continues the one before.
+        iterations: Number of iterations in each exchange; each continues the one before.
         least_saving: Least ratio of a matrix's elements to the numbers sent for which it is compressed; 1 or more.
         every: Number of optimizer steps between exchanges.
 

@@ -33,7 +33,12 @@ from collections.abc import Sequence
 
 
 def even_constant(levels: int, numel: int, norm: str) -> float:
-    """Return omega for ``levels`` even levels above zero, blocks of ``numel`` values and a norm "max", "l2" or "l1".
+    """Return omega for ``levels`` evenly spaced levels above zero and blocks of ``numel`` values.
+
+    The norm is "max", "l2" or "l1".
+
+    Raises:
+        ValueError: the norm is "l1" and there are several levels.
 
     Example:
         >>> even_constant(1, 64, "max"), even_constant(1, 64, "l2"), even_constant(1, 64, "l1")

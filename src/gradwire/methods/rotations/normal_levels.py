@@ -95,8 +95,8 @@ REACH = 5.0
 def level_count(bits: float) -> int:
     """Return the number of levels for ``bits`` a coordinate.
 
-    It is 2^bits for a whole number. Otherwise it is the largest with a table whose packed digits take at most ``bits``,
-    to two decimals.
+    It is 2^bits if ``bits`` is a whole number. Otherwise it is the largest number in :data:`NORMAL_LEVELS` whose packed
+    digits take at most ``bits`` each, rounded to two decimals.
 
     Example:
         >>> [level_count(bits) for bits in (2, 2.5, 3, 3.2)]

@@ -184,10 +184,10 @@ def gamma_tail(tail: Tail, share: float) -> float | None:
 
 
 def pareto_tail(tail: Tail, share: float) -> float | None:
-    """Fit a generalised Pareto distribution that begins at the threshold, by the mean mu and the variance v.
+    """Fit a generalised Pareto distribution to the excess, by its mean mu and its variance v.
 
-    The shape is c = (1 - mu^2 / v) / 2, which is below 1/2, and the scale b = mu (1 + mu^2 / v) / 2; the threshold is
-    b (share^-c - 1) / c, of which -b ln(share) is the limit for c = 0.
+    The shape is c = (1 - mu^2 / v) / 2, which is below 1/2, and the scale b = mu (1 + mu^2 / v) / 2. The excess is
+    above the returned value with probability ``share``: b (share^-c - 1) / c, or its limit -b ln(share) for c = 0.
     """
     if _usable(tail.mean) is None or not tail.variance > 0:
         return None

@@ -52,8 +52,9 @@ class Hierarchical(Wrapper):
     mean over all ranks. The method compresses M vectors that are means over a node, so its error has M terms instead of
     N. Each rank keeps the state, such as a residual, of its own shard, 1 / L of the elements.
 
-    **Shards.** Every parameter is cut into L runs of rows, so that methods on matrices still work; scales, levels and
-    factors are per run. Parameters that are sent in float32 are cut as well.
+    **Shards.** Every parameter is cut into L runs of rows, so that methods on matrices still work; one with fewer than
+    L rows is cut into runs of elements. Scales, levels and factors are per run. Parameters that are sent in float32 are
+    cut as well.
 
     Args:
         compressor: Method between nodes.
@@ -62,8 +63,9 @@ class Hierarchical(Wrapper):
         groups: Ranks of each node, if they are not in this order; all nodes have equal size.
 
     Raises:
-        HyperparameterError: ``compressor`` is a method with local steps, or one whose outcomes differ by rank;
-            ``groups`` have different sizes, or a rank twice.
+        HyperparameterError: ``compressor`` is a method with local steps, one whose outcomes differ by rank, or another
+            ``Hierarchical``; ``node_size`` is below 1, or given beside ``groups``; ``groups`` have different sizes, or
+            do not contain each rank from 0 on once.
         IncompatibleError: when attached, if the nodes are not known, ranks cannot be divided into them, or there is
             only one.
 

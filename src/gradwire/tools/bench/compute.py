@@ -103,7 +103,7 @@ class RealCompute:
 
 
 class SleepingCompute:
-    """Sleeps in place of the passes and of the optimizer; the gradients are those of the model's first step.
+    """Sleeps in place of the passes and of the optimizer; the gradients of every step are those given.
 
     With t_0 the end of the forward sleep, bucket b's last gradient is handed to DDP at t_0 + ``ready_s`` of b, plus
     the time that communication hooks have spent on this thread since t_0: a hook delays the backward pass that called

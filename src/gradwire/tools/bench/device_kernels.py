@@ -59,14 +59,14 @@ def check_cuda(option: str = "--device cuda") -> torch.device:
 def measure_device(
     bench: Bench, table: SegmentTable, x: torch.Tensor, layout: str, verified: Callable[[dict[str, Any]], None]
 ) -> list[str]:
-    """Compare all families with the reference on the benchmark's device, and time those that agree.
+    """Compare each family that has Triton kernels with the reference on a device, and time those that agree.
 
     Args:
         bench: Measures the times, on its device.
         table: Segments of ``x``.
         x: A vector on the device.
         layout: Name of the table in the rows.
-        verified: Called with ``family`` and ``agrees`` for each family.
+        verified: Called for each family with a dict of its name, ``family``, and whether it ``agrees``.
 
     Returns:
         The families that differ, each with the reason.

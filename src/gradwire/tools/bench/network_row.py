@@ -104,9 +104,10 @@ def wire_floor_s(topology: Topology, host_bytes: float, between_bytes: float = 0
 def network_fields(network: Network | None, moved: Sequence[Moved], steps: int, hosts: int) -> dict[str, Any]:
     """Return a row's fields about its network.
 
-    ``emulator`` and TCP's settings; on an impaired network also ``segments_again_per_step`` of a host, and what the
-    relay counted: frames that were read, lost, silenced and overflowed, and how the relay limited them, "" if it did
-    not.
+    They are ``emulator`` and TCP's settings. An impaired network adds ``segments_again_per_step``: segments that TCP
+    sent again, for each step and host. A relay adds the frames that it read, lost, silenced and let overflow, the 99th
+    percentile of their lateness, and ``relay_limits``: how the relay limited them, "" if it did not. Without a network
+    there are no fields.
     """
     if network is None:
         return {}

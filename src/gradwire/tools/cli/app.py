@@ -101,8 +101,8 @@ def lab(
 ) -> None:
     """Run a command once on each host of an emulated cluster: Linux, root, iproute2.
 
-    Each host is a network namespace, with its link limited both ways. The command finds RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT and Gloo's interface set as torchrun would set them.
+    Each host is a network namespace, with its link limited both ways. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are
+    set as torchrun would set them, and GLOO_SOCKET_IFNAME to the host's interface.
 
     Example: [cyan]sudo env "PATH=$PATH" gradwire lab --hosts 4 --bandwidth 100mbit -- python train.py[/cyan]
     """

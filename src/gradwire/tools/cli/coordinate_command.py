@@ -58,7 +58,7 @@ def secret_of(path: Path) -> str:
     """Return the secret in a file; draw one, and write it for its owner alone, if there is no file.
 
     Raises:
-        HyperparameterError: the file is empty, too long or not text.
+        HyperparameterError: the file is empty or not ASCII text.
         GradwireError: it cannot be read or written.
     """
     try:
@@ -75,7 +75,7 @@ def secret_in(path: Path) -> str:
     """Return the secret in a file that is there.
 
     Raises:
-        HyperparameterError: the file is empty, too long or not text.
+        HyperparameterError: the file is empty or not ASCII text.
         GradwireError: it cannot be read.
     """
     try:

@@ -72,9 +72,13 @@ def run(
 ) -> int:
     """Run a script that calls ``gw.join()``; start it again when it fails. Return its exit code.
 
+    Args:
+        max_restarts: Largest number of restarts in a row, as text; None: :data:`RESTARTS`.
+
     Raises:
-        UsageError: the script does not exist, or a value is wrong.
-        HyperparameterError: there is no secret.
+        UsageError: the script does not exist, or ``max_restarts`` is not a number.
+        HyperparameterError: there is no secret, or its file holds none.
+        GradwireError: the file of the secret cannot be read.
     """
     if not script.is_file():
         raise UsageError(f"script {script} does not exist")

@@ -61,11 +61,11 @@ def read_reports(folder: Path) -> dict[int, Report]:
 
 
 def account(exit_codes: Mapping[int, int], reports: Mapping[int, Report]) -> str:
-    """Describe which rank failed, where and why, by the most informative account.
+    """Describe in one line which rank failed, where and why, from the most informative source.
 
     Args:
-        exit_codes: Exit codes of the ranks that failed by torchrun's account, negative for a signal.
-        reports: The reports by rank.
+        exit_codes: Exit codes of the ranks that failed, as torchrun gives them; negative for a signal.
+        reports: The workers' own reports, by rank.
     """
     remote = [r.link for _, r in sorted(reports.items()) if r.link and r.remote]
     told: list[tuple[int, int, str]] = []

@@ -70,8 +70,9 @@ def delayed(links, chances, drawn, link, last_ns, source, target, t):
 def leaves(buckets, bucket, size, t):
     """Return when a frame that arrives at a token bucket at time t leaves it; -1 if it would wait too long.
 
-    At c nanoseconds a byte, with a bucket of B bytes that is full again at time f and a frame before that left at time
-    d, a frame of n bytes leaves at ``max(t, d, f + c (n - B))``, and then f becomes ``max(f, leaves) + c n``.
+    Let a byte take c nanoseconds, a bucket of B bytes be full again at time f, and the frame before have left at time
+    d. A frame of n bytes (``size``) leaves at ``s = max(t, d, f + c (n - B))``, and then f becomes ``max(f, s) + c n``.
+    Without a limit (c = 0) it leaves at t.
     """
     each = buckets[COST, bucket]
     if each == 0.0:

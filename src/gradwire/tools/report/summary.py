@@ -83,11 +83,12 @@ def link_texts(row: Mapping[str, Any]) -> list[str]:
 class RunSummary:
     """Numbers of one run. Bytes are rank 0's; times leave out evaluation, checkpoints and start-up.
 
-    ``final_*`` is the last evaluation, ``best_*`` the best; both are None if the run ended before its first.
-    ``chosen_method`` is the choice of ``auto``, ``choice_reason`` its reason: both are None if there was nothing to
-    choose, only the method if the trial did not end. ``choice_note`` says what the choice costs in accuracy, and with
-    which momentum and learning rate to train; None where nothing is known. ``fallback_method`` is the method that ranks
-    returned to, ``fallback_reason`` says when and why; both are None if they did not.
+    ``final_*`` is the last evaluation, ``best_*`` the one with the highest accuracy; both are None if the run ended
+    before its first. ``chosen_method`` is the choice of ``auto``, ``choice_reason`` its reason: both are None if there
+    was nothing to choose, and only the method is None if the trial did not end. ``choice_note`` says what the choice
+    costs in accuracy, and with which momentum and learning rate to train; None where nothing is known.
+    ``fallback_method`` is the method that ranks returned to, ``fallback_reason`` says when and why; both are None if
+    they did not.
     """
 
     run: str
