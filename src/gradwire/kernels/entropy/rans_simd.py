@@ -72,8 +72,8 @@ def decode_rows(typing_context, form, data, stop, rows, table, states, out, firs
     """Decode ``rows`` rows to ``out[first:]``; return the end of the words that are not yet read.
 
     ``form`` is :class:`Expanded`, :class:`Widened` or :class:`Picked`. ``table`` (uint32 ``[4096]``) holds
-    ``f * 2^20 + (slot - start) * 2^8 + symbol``. Words of 16 bits are read backwards from byte ``stop`` of ``data``. At
-    least 128 words for each row precede it, and 32 bytes follow. ``states`` (uint32 ``[128]``) are updated.
+    ``f * 2^20 + (slot - start) * 2^8 + symbol``. At least 128 words for each row precede
+    ``stop``, and 32 bytes follow it.
     """
     chosen = form.instance_class
 

@@ -138,10 +138,9 @@ def choose_lengths(counts: Any, lengths: Any, order: Any, weights: Any, leaves: 
     """Find code ``lengths`` (int64 ``[256]``) of at most 11 that code ``counts`` (int64 ``[256]``) in the fewest bits.
 
     Package-merge (Larmore and Hirschberg, "A fast algorithm for optimal length-limited Huffman codes", JACM 1990):
-    each of 11 lists holds the symbols and pairs of items of the list before. With m symbols that occur, the ``2 m - 2``
-    lightest items of the last list are taken, and the length of a symbol is the number of times that they contain it.
-    If weights are equal, the smaller symbol comes first, and a single symbol before a pair. At least two counts must be
-    positive.
+    each of 11 lists holds the symbols and pairs of items of the list before. The ``2 m - 2`` lightest items of the last
+    list are taken, and the length of a symbol is the number of times that they contain it. Of equal weights, the
+    smaller symbol comes first, and a single symbol before a pair. At least two counts are positive.
 
     Args:
         order: Scratch memory, int64 ``[256]``.

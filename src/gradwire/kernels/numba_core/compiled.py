@@ -35,9 +35,8 @@ def kept(digest: str) -> Callable[[Callable[..., Any]], Any]:
 def either(plain: Any, simd: Any) -> Any:
     """Return a function that calls the scalar body ``plain`` or the body ``simd`` of explicit vectors.
 
-    The type of the function's first argument chooses the body when the caller is compiled: ``None`` the scalar one, any
-    other type, such as that of ``True``, explicit vectors. So both variants are cached on disk. A body takes the other
-    arguments.
+    The type of the function's first argument chooses the body when the caller is compiled: ``None`` the scalar one,
+    ``True`` explicit vectors. So both variants are cached on disk. A body takes the other arguments.
     """
 
     def body(variant, *arguments):

@@ -101,12 +101,12 @@ class SelectionOperations(Front):
     def excess_sums(
         self, x: torch.Tensor, table: SegmentTable, threshold: torch.Tensor, base: torch.Tensor
     ) -> Excess:  # fmt: skip
-        """Count each segment's magnitudes above ``threshold[s]``; sum their excess over ``base[s]`` and its square.
+        """Count and add up the magnitudes of each segment that are above ``threshold[s]``, less ``base[s]``.
 
         ``x`` is float32, ``threshold`` float32 ``[S]`` and ``base`` float64 ``[S]``. A segment is cut into blocks of
-        4096 elements. In each block, 16 sums in float64 take every sixteenth element; they are added in pairs,
-        ``(0, 8), (1, 9), ...``, then ``(0, 4), ...``, and blocks from the first to the last. An infinity is above every
-        finite threshold and a NaN above all; either makes the sums of its segment infinite or NaNs.
+        4096 elements. Through a block run 16 sums in float64, of every sixteenth element; they are added in pairs,
+        ``(0, 8), (1, 9), ...``, then ``(0, 4), ...``, and blocks from the first to the last. An infinity or a NaN is
+        above every threshold, and makes the sums of its segment infinite or NaNs.
 
         Raises:
             HyperparameterError: a threshold is negative or a NaN.
