@@ -6,6 +6,7 @@ import contextlib
 import random
 import signal
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ from torch.distributed import HashStore
 import gradwire as gw
 from crew import Crew, Worker, crew
 from gradwire.kernels.pieces import decode, encode
+from gradwire.link.membership import state_server
 from gradwire.link.membership.replay import StepLog, replay
 from gradwire.link.membership.serving_link import LARGE_BYTES
 from gradwire.link.membership.snapshot import Snapshot
@@ -129,6 +131,28 @@ def test_state_comes_from_several_members_and_what_is_there_does_not_come() -> N
     assert (again.received_bytes, again.reused_bytes) == (0, fetch.snapshot.nbytes)
     for server in servers:
         server.close()
+
+
+def test_a_server_that_nobody_asks_ends_and_holds_neither_state_nor_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_server, "IDLE_S", 0.0)
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log = StepLog(optimizer, lambda: 0, KEY, 1 << 20)
+    model(torch.ones(100)).sum().backward()
+    optimizer.step()
+    assert log.entry(0)
+    snapshot = Snapshot.of(state(), (), copied=True)
+    held = weakref.ref(snapshot)
+    server = StateServer(HashStore(), snapshot, KEY, log)
+    del snapshot
+    # It looks once a second.
+    end_s = time.monotonic() + 30.0
+    while server.alive or held() is not None:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert log.entry(0) is None
+    optimizer.step()
+    assert log.entry(1) is None
 
 
 def test_a_member_with_other_state_is_not_believed_and_own_parts_are_the_first_ones() -> None:

@@ -57,9 +57,11 @@ class StepLog:
             return b"" if number == self._taken and not self._ended else None
 
     def close(self) -> None:
-        """Log nothing further."""
+        """Log nothing further, and drop what was logged."""
         self._remove()
         self._end()
+        with self._changed:
+            self._coded.clear()
 
     def _end(self) -> None:
         with self._changed:
@@ -85,7 +87,9 @@ class StepLog:
         self._waiting.put(made)
 
     def _code(self) -> None:
-        while (step := self._waiting.get()) is not None and not self._ended:
+        while (step := self._waiting.get()) is not None:
+            if self._ended:
+                continue
             coded = step.packed(self._key)
             with self._changed:
                 self._coded.append(coded)

@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from gradwire.errors import PayloadError
@@ -78,12 +78,13 @@ def receive(made: socket.socket, size: int) -> bytes:
 class StateServer:
     """Serves one state, by threads of its own.
 
+    It ends by itself when nobody has asked for :data:`IDLE_S`, and then holds neither the state nor its log.
+
     Args:
         store: Store of the members, towards which this machine's address is found.
         snapshot: The state. It must not change.
         key: See :func:`served_key`.
         log: What has changed since.
-        ended: Called when the server has ended by itself.
 
     Attributes:
         host, port: Address.
@@ -93,11 +94,9 @@ class StateServer:
         OSError: no socket can listen.
     """
 
-    def __init__(
-        self, store: object, snapshot: Snapshot, key: bytes, log: Log | None = None,
-        ended: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
-        self._snapshot, self._key, self._log, self._on_end = snapshot, key, log, ended
+    def __init__(self, store: object, snapshot: Snapshot, key: bytes, log: Log | None = None) -> None:
+        self._snapshot: Snapshot | None = snapshot
+        self._key, self._log = key, log
         self._listener, address = listening(store)
         self.host, self.port = address.host, address.port
         self._listener.setblocking(True)
@@ -143,7 +142,8 @@ class StateServer:
             self._listener.close()
             if self._log is not None:
                 self._log.close()
-            self._on_end()
+            # It may be as large as the model, and who asked for it may keep the server until it serves again.
+            self._snapshot = self._table = None
 
     def _serve(self, made: socket.socket) -> None:
         with contextlib.suppress(OSError), self._closing(made):
@@ -179,13 +179,15 @@ class StateServer:
 
     def _answer(self, kind: int, number: int) -> bytes | None:
         """Return the answer to a request; None ends the connection."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            return None
         if kind == TABLE:
             with self._lock:
-                if self._table is None:
-                    self._table = self._snapshot.table(self._key)
-            return self._table
-        if kind == PIECE and number < len(self._snapshot.pieces):
-            return self._snapshot.coded(self._snapshot.pieces[number])
+                table = self._table = self._table or snapshot.table(self._key)
+            return table
+        if kind == PIECE and number < len(snapshot.pieces):
+            return snapshot.coded(snapshot.pieces[number])
         if kind == ENTRY and self._log is not None:
             return self._log.entry(number)
         return None
