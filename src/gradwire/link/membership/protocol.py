@@ -5,8 +5,8 @@ replies: a real member with a store and connections, or a test that explores all
 
 A round has two phases. First the members exchange; then each that holds the mean tells all others so, by its *vote*.
 The round *counts* for a member when it has the votes of all, and only then is anything applied. If either phase breaks,
-the member closes its connections, so that the phase breaks for all who have not ended it, and writes a *report*: how
-many rounds it holds. The next *epoch* is agreed by a comparison and exchange in the store: it has the members of which
+the member writes a *report*, how many rounds it holds, and closes its connections, so that the phase breaks for all
+who have not ended it. The next *epoch* is agreed by a comparison and exchange in the store: it has the members of which
 reports were found within a grace, and its first round is the least number of rounds that any of them holds.
 
 - A round that counted for one member is held by all, since all have voted. So it counts for all members of the next
@@ -327,9 +327,10 @@ class Seat:
 
     def _recover(self, missed: tuple[str, ...] = ()) -> Steps[None]:
         """Agree with the members that are left on the next epoch, and adopt it."""
-        yield Break()
         report = self.report(missed)
+        # A busy machine takes seconds to hang up: the others would go on without a member that reports after that.
         yield Put(report_key(report.number, self.me.id), report)
+        yield Break()
         yield from self._agree(report)
 
     def _agree(self, report: EpochReport) -> Steps[None]:
