@@ -122,13 +122,17 @@ class Crew:
         self.workers.append(Worker(name, process, ours, self.workers))
         return self.workers[-1]
 
-    def restart(self) -> None:
-        """End the coordinator, whose store is lost, and start it again."""
+    @contextlib.contextmanager
+    def without_coordinator(self) -> Iterator[None]:
+        """End the coordinator, whose store is lost, and start it again after the ``with`` block."""
         self.coordinator.close()
         self._thread.join()
         del self.coordinator, self._thread
         gc.collect()
-        self._begin(f"127.0.0.1:{self.port}", None)
+        try:
+            yield
+        finally:
+            self._begin(f"127.0.0.1:{self.port}", None)
 
     def close(self) -> None:
         """End everything."""

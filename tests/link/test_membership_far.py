@@ -17,6 +17,7 @@ import gradwire as gw
 from crew import crew, learn
 from gradwire.link.membership import store_steps
 from gradwire.link.membership.board import FAR_S, Board
+from gradwire.link.membership.coordinator_connection import CoordinatorConnection
 
 pytestmark = pytest.mark.ranks
 
@@ -29,14 +30,16 @@ class Asked:
 
     def __init__(self) -> None:
         self.count = 0
-        usual = Board._do
+        for name in ("do", "do_unless_away"):
+            setattr(CoordinatorConnection, name, self._counted(getattr(CoordinatorConnection, name)))
 
-        def do(board: Board, work: Callable[[Any], Any]) -> Any:
+    def _counted(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def do(connection: CoordinatorConnection, work: Callable[[Any], Any]) -> Any:
             self.count += threading.current_thread() is threading.main_thread()
             time.sleep(FAR_S)
-            return usual(board, work)
+            return usual(connection, work)
 
-        Board._do = do  # type: ignore[method-assign,assignment]
+        return do
 
 
 def train(

@@ -196,7 +196,7 @@ def test_far_records_are_read_by_spare_connections_whatever_becomes_of_these(
         spares = [Spare(board.lend("").underlying_store, how) for _ in range(2)]
         for spare in spares:
             board._spare.take_back(spare)
-        board._store = Late(board._store, spares)
+        board._connection.store = Late(board._connection.store, spares)
         assert board.get_all([*reports, "report/1/g"], EpochReport, each=True) == reports
         kept = [store for store, _ in board._spare._kept]
         assert [spare in kept for spare in spares] == 2 * [how == "works"]

@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError
+from gradwire.errors import ExchangeError, HyperparameterError
+from gradwire.link.membership.coordinator_connection import CONNECT_S, PATIENCE_S, CoordinatorConnection
 from gradwire.link.membership.records import (
     Epoch,
     EpochReport,
@@ -28,10 +28,9 @@ from gradwire.link.membership.records import (
     Ready,
     Removed,
     Request,
-    RunRecord,
     Seal,
 )
-from gradwire.link.membership.spare_stores import RUN, SpareStores, answers
+from gradwire.link.membership.spare_stores import SpareStores, answers
 from gradwire.link.membership.steps import named_key
 
 PORT = 29400
@@ -43,15 +42,6 @@ ASKS = "asks"
 REMOVED = "removed"
 """Key of the number of the last epoch whose keys the store may no longer have."""
 
-CONNECT_S = 2.0
-"""Time of one attempt to reach the coordinator."""
-
-PAUSE_S = 0.2
-"""Time between two attempts."""
-
-PATIENCE_S = 120.0
-"""Time that the coordinator may be away before its members give up."""
-
 MOST_ASKS = 256
 """Largest number of requests that are read at once: anybody can write some."""
 
@@ -62,9 +52,6 @@ MOST_ATTEMPTS = 100
 
 ABSENT = "-"
 """What no sealed record is."""
-
-MOST_KEPT = 32
-"""Number of records that a member writes again after the coordinator was started again."""
 
 FAR_S = 0.005
 """Time of a question from which on several are asked at the same time, each by a connection of its own."""
@@ -112,9 +99,6 @@ class Board:
         secret: The secret that members share.
         patience_s: Time that the coordinator may be away before an operation raises.
 
-    Attributes:
-        seal: Seals the records of this run.
-
     Raises:
         ExchangeError: the coordinator cannot be reached.
         IncompatibleError: the secret is not that of the run.
@@ -122,25 +106,25 @@ class Board:
 
     def __init__(self, host: str, port: int, secret: str, patience_s: float = PATIENCE_S) -> None:
         self.host, self.port = host or "127.0.0.1", port
-        self._patience_s = patience_s
-        self._secret, self.seal = secret, Seal(secret)
-        self._lock = threading.RLock()
-        self._store: Any = None
+        self._spare = SpareStores(self._another)
+        self._connection = CoordinatorConnection(self.host, self.port, secret, patience_s, self._spare.drop)
         self._shared: Any = None
         self._took_s: deque[float] = deque([0.0], maxlen=8)
-        self._spare = SpareStores(self._another)
-        self._again: OrderedDict[str, str] = OrderedDict()
         self._seen, self._asked = 0, (0, "", 0)
         self._unread: set[int] = set()
         self._waiting: dict[str, tuple[int, Request, float | None]] = {}
-        self._run = ""
         self._do(lambda store: None)
+
+    @property
+    def seal(self) -> Seal:
+        """What seals the records of this run."""
+        return self._connection.seal
 
     # ------------------------------------------------------------------ connections
 
     def store(self, prefix: str) -> Any:
         """Return a store whose keys begin with a prefix. Nobody may wait in it for a key."""
-        with self._lock:
+        with self._connection.lock:
             if self._shared is None or not answers(self._shared):
                 self._shared = self._do(lambda store: store.clone())
             return dist.PrefixStore(prefix, self._shared)
@@ -160,82 +144,53 @@ class Board:
 
     def freshen(self, members: int) -> None:
         """Keep the connections alive that a meeting of so many members will need; call it again and again."""
-        self._spare.freshen(min(SPARE, members, MOST_SPARE // members) if self.is_far else 0)
+        if not self._connection.is_away:
+            self._spare.freshen(min(SPARE, members, MOST_SPARE // members) if self.is_far else 0)
+
+    @property
+    def is_away(self) -> bool:
+        """True while the coordinator is out of reach: :meth:`try_again` looks whether it is back."""
+        return self._connection.is_away
+
+    def try_again(self) -> None:
+        """Try once to reach a coordinator that is away.
+
+        Raises:
+            IncompatibleError: it keeps another run now.
+        """
+        self._connection.try_again()
 
     def _another(self) -> Any:
         """Return another connection, and let others use the store meanwhile."""
-        store = self._store
+        store = self._connection.store
         with contextlib.suppress(RuntimeError, dist.DistError, AttributeError):
             return store.clone()
         return self._do(lambda store: store.clone())
 
     def _do(self, work: Callable[[Any], T]) -> T:
-        """Do some work on the store; connect again, and do it again, as long as it is away.
-
-        Raises:
-            ExchangeError: it is away for too long.
-        """
-        began_s = time.monotonic()
-        with self._lock:
-            while True:
-                broke = self._store is not None
-                try:
-                    if self._store is None:
-                        self._store = self._connect()
-                    return work(self._store)
-                except (RuntimeError, dist.DistError) as error:
-                    self._store = None
-                    self._spare.drop()
-                    if broke:
-                        continue  # the connection alone may have ended
-                    if time.monotonic() - began_s > self._patience_s:
-                        raise ExchangeError(
-                            f"the coordinator at {self.host}:{self.port} was out of reach for {self._patience_s:.0f} "
-                            "s: start it again with the same --state file, and look at the network"
-                        ) from error
-                time.sleep(PAUSE_S)
-
-    def _connect(self) -> Any:
-        store = dist.TCPStore(
-            self.host, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
-        )
-        store.wait([RUN], timedelta(seconds=CONNECT_S))
-        run = Seal(self._secret).open(RUN, bytes(store.get(RUN)), RunRecord)
-        if run is None:
-            raise IncompatibleError(
-                f"the secret is not that of the run at {self.host}:{self.port}: take the one that `gradwire "
-                "coordinate` printed there, or its --secret-file"
-            )
-        if self._run and run.id != self._run:
-            raise IncompatibleError(
-                f"the coordinator at {self.host}:{self.port} keeps another run now: it was started again without its "
-                "--state file; start all workers again, from a checkpoint"
-            )
-        self._run, self.seal = run.id, Seal(self._secret, run.id)
-        # A coordinator that was started again has lost all but the first and the latest epoch in its file.
-        for key, value in self._again.items():
-            store.compare_set(key, "", value)
-        return store
-
-    def _keep(self, key: str, value: str) -> None:
-        """Write a value again if a coordinator that was started again lacks it."""
-        self._again[key] = value
-        self._again.move_to_end(key)
-        while len(self._again) > MOST_KEPT:
-            self._again.popitem(last=False)
+        return self._connection.do(work)
 
     # ------------------------------------------------------------------ records
 
     def put(self, key: str, record: Epoch | EpochReport | Offer | Ready) -> None:
         """Write a record."""
         value = self.seal.close(key, record)
-        with self._lock:
-            self._keep(key, value)
+        with self._connection.lock:
+            self._connection.keep(key, value)
             self._do(lambda store: store.set(key, value))
+
+    def put_unless_away(self, key: str, record: EpochReport) -> None:
+        """Write a record, if the coordinator is not away."""
+        value = self.seal.close(key, record)
+        self._connection.do_unless_away(lambda store: store.set(key, value))
 
     def get(self, key: str, kind: type[R]) -> R | None:
         """Return the record at a key; None if there is none that verifies."""
         return self._do(lambda store: self._read(store, key, kind))
+
+    def glance(self, key: str, kind: type[R]) -> R | None:
+        """Return the record at a key; None if there is none that verifies, or if the coordinator is away."""
+        return self._connection.do_unless_away(lambda store: self._read(store, key, kind))
 
     def get_all(self, keys: Collection[str], kind: type[R], *, each: bool = False) -> dict[str, R]:
         """Return the records at keys if all of them have been written; without those that do not verify.
@@ -325,8 +280,8 @@ class Board:
                 # free; and whoever finds an epoch there may find what a member wrote that had not read it yet.
                 if epoch.number > 1 and self._has_removed(epoch.number):
                     return None
-                with self._lock:
-                    self._keep(key, there.decode("ascii"))
+                with self._connection.lock:
+                    self._connection.keep(key, there.decode("ascii"))
                 return found
             # Somebody without the secret has written here: it counts as absent.
             expected = there
@@ -351,8 +306,11 @@ class Board:
         self._do(write)
 
     def requests(self) -> list[Request]:
-        """Return the requests of workers that wait and were not named yet, the earliest first."""
-        return self._do(self._requests)
+        """Return the requests of workers that wait and were not named yet, the earliest first.
+
+        Return none if the coordinator is away.
+        """
+        return self._connection.do_unless_away(self._requests) or []
 
     def _requests(self, store: Any) -> list[Request]:
         count = store.add(ASKS, 0)
@@ -386,6 +344,7 @@ class Board:
 
     def close(self) -> None:
         """Close the connection."""
-        with self._lock:
-            self._store = self._shared = None
+        with self._connection.lock:
+            self._connection.close()
+            self._shared = None
             self._spare.close()

@@ -11,7 +11,8 @@ from types import FrameType, TracebackType
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.method import is_number, is_whole, require
-from gradwire.link.membership.board import PATIENCE_S, Board, address_of
+from gradwire.link.membership.board import Board, address_of
+from gradwire.link.membership.coordinator_connection import PATIENCE_S
 from gradwire.link.membership.membership_link import MembershipLink
 from gradwire.link.membership.party import Party
 from gradwire.link.membership.quorum import STALENESS, Quorum

@@ -160,7 +160,8 @@ class MembershipLink(WatchingLink):
             seat = self._seat
             if seat.epoch is not None and not seat.left:
                 for report in seat.part():
-                    self._party.board.put(p.report_key(report.number, report.id), report)
+                    # A program that ends does not wait for the coordinator: without the report it counts as lost.
+                    self._party.board.put_unless_away(p.report_key(report.number, report.id), report)
             self._hang_up("left the training")
 
     def _refuse_after_the_end(self) -> None:

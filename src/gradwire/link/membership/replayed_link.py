@@ -57,6 +57,9 @@ class Gone(BaseException):
     """The trace has this worker no longer: its program is unwound."""
 
 
+SEAL = Seal("the secret of a replay")
+
+
 class InProcessGroup(EpochGroup):
     """The members of an epoch that are threads of one process, seen from one of them."""
 
@@ -85,8 +88,12 @@ class ReplayBoard(Board):
     """The records of a replay: which members have left by their own word."""
 
     def __init__(self) -> None:
-        self.seal = Seal("the secret of a replay")
         self.parted: tuple[str, ...] = ()
+
+    @property
+    def seal(self) -> Seal:
+        """The seal of all replays."""
+        return SEAL
 
     def get(self, key: str, kind: type[Any]) -> Any:
         """Return the report of a member that has left; None for any other record."""

@@ -87,6 +87,8 @@ class WatchingLink(StoreSteps):
         group = self._epoch_group
         if group is None:
             return
+        # A coordinator that is away stops no round: this thread looks whether it is back.
+        self._try_again()
         self._party.board.freshen(group.world_size)
         if not self._has_lost(group):
             # Without the lock, for which the thread that trains would wait.
@@ -99,6 +101,12 @@ class WatchingLink(StoreSteps):
         elif self._has_lost(group) or self._is_deserted(group):
             self._abort()
 
+    def _try_again(self) -> None:
+        try:
+            self._party.board.try_again()
+        except Exception as problem:  # raised in the thread of the training
+            self._problem = problem
+
     def _has_lost(self, group: EpochGroup) -> bool:
         """Return whether a member of the current epoch is gone."""
         # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
@@ -110,11 +118,13 @@ class WatchingLink(StoreSteps):
         if epoch is None or self._seat.left or self._problem:
             return
         try:
-            following, candidate = board.get(p.epoch_key(epoch.number + 1), Epoch), None
-            if following is None and epoch.members[0].id == self._seat.me.id:
-                self._read = (time.monotonic(), board.requests())
+            following, candidate = board.glance(p.epoch_key(epoch.number + 1), Epoch), None
+            if epoch.members[0].id == self._seat.me.id:
+                # A store that is near is asked for them where they are needed.
+                if board.is_far and following is None:
+                    self._read = (time.monotonic(), board.requests())
             elif following is None:
-                candidate = board.get(p.candidate_key(epoch.number + 1), Epoch)
+                candidate = board.glance(p.candidate_key(epoch.number + 1), Epoch)
         except Exception as problem:  # raised in the thread of the training
             self._problem = problem
         else:
