@@ -145,14 +145,15 @@ def join(
             again.
         silence_s: Seconds without a sign of life after which a member counts as gone: stopped, or cut off. The end of
             a process is noticed at once.
-        patience_s: Seconds that this worker waits to be taken in, and that the coordinator may be away.
+        patience_s: Seconds that this worker waits to be taken in, and, when members change, for a coordinator that is
+            away.
         quorum: For methods with local steps: number of members that have taken all their local steps, with which a
             round goes on. The others are asked to contribute, after their current step, what they have; those that
             still compute ``late_s`` later contribute to a later round. Means are weighted by numbers of local steps, or
             by what :meth:`gradwire.Link.weigh` was told. None: a round waits for all members. The same on all members.
         late_s: Seconds that a round waits for further members when there is a quorum; the first member's counts.
-        staleness: Largest number of rounds in turn that a member may miss: when it would miss one more, the others wait
-            for it. With 0 a round waits for all, but for none longer than one local step. The same on all members.
+        staleness: Largest number of rounds in a row that a member may miss: when it would miss one more, the others
+            wait for it. With 0 a round waits for all, but for none longer than one local step. The same on all members.
         keyed: True: every message between members carries a digest under the secret (BLAKE2b), so that one that
             somebody else sent or altered is refused. False, where the network is private: checksums alone, which
             detect accidents. All members must have the same.

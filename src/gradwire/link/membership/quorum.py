@@ -33,7 +33,7 @@ class Quorum:
 
     A round begins as soon as all members contribute. It also begins when ``least`` of them have taken all their local
     steps, and the first member says that the time for others has passed, unless a member that would be missing has
-    missed ``staleness`` rounds in turn already: the others wait for that one. So no difference is older than
+    missed ``staleness`` rounds in a row already: the others wait for that one. So no difference is older than
     ``staleness`` rounds when it is merged, as in a stale synchronous parallel training. Members decide alike, since all
     have the same answers.
 

@@ -227,7 +227,8 @@ def coordinate(
 ) -> None:
     """Keep the membership of a training whose workers come and go; it computes nothing and sees no gradient.
 
-    It prints the line by which workers join. Ctrl-C ends it; workers wait until it is started again.
+    It prints the line by which workers join. Ctrl-C ends it. Rounds go on without it, but workers can come and go only
+    once it is started again.
 
     Example: [cyan]gradwire coordinate --listen :29400 --state coordinator.json[/cyan]
     """
