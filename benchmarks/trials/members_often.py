@@ -108,7 +108,7 @@ def main() -> int:
                     continue
                 (row,) = json.loads(path.read_text())["rows"]
                 rows.append({name: row[name] for name in KEPT})
-                if row["hangs"] or row["rounds_with_differing_digests"] or row["halted"]:
+                if any(row[name] for name in ("hangs", "rounds_with_differing_digests", "halted", "ended_by_itself")):
                     kept = Path(tempfile.mkdtemp(prefix="members_often_")) / "log"
                     shutil.copy(path.with_suffix(".log"), kept)
                     print(f"{rows[-1]}: what it said is in {kept}", flush=True)
