@@ -179,9 +179,10 @@ class Board:
             self._connection.keep(key, value)
             self._do(lambda store: store.set(key, value))
 
-    def put_unless_away(self, key: str, record: EpochReport) -> None:
-        """Write a record, if the coordinator is not away."""
+    def put_unless_away(self, key: str, record: Epoch | EpochReport | Offer) -> None:
+        """Write a record; if the coordinator is away, write it when it is back."""
         value = self.seal.close(key, record)
+        self._connection.keep(key, value)
         self._connection.do_unless_away(lambda store: store.set(key, value))
 
     def get(self, key: str, kind: type[R]) -> R | None:
@@ -200,14 +201,13 @@ class Board:
         Args:
             each: Return those that have been written even if others have not.
         """
-
+        if not keys:
+            return {}
         if len(keys) > 1 and (each or len(keys) <= MOST_AT_ONCE) and self.is_far:
             values = self._values(keys)
             return self._opened(values, kind) if each or len(values) == len(keys) else {}
 
         def read(store: Any) -> dict[str, R]:
-            if not keys:
-                return {}
             if store.check(list(keys)):
                 return self._opened(dict(zip(keys, map(bytes, store.multi_get(list(keys))))), kind)
             found = {key: self._value(store, key) for key in keys} if each else {}
@@ -344,7 +344,6 @@ class Board:
 
     def close(self) -> None:
         """Close the connection."""
-        with self._connection.lock:
-            self._connection.close()
-            self._shared = None
-            self._spare.close()
+        self._connection.close()
+        self._shared = None
+        self._spare.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -31,8 +32,8 @@ SLICE_S = 0.05
 MOST_KEPT = 32
 """Number of records that a member writes again after the coordinator was started again."""
 
-BROKEN = (RuntimeError, dist.DistError)
-"""What a store raises whose connection has broken."""
+BROKEN = (RuntimeError, dist.DistError, OSError)
+"""What is raised where a connection has broken, or cannot be made."""
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class CoordinatorConnection:
         self._secret, self.seal = secret, Seal(secret)
         self.lock = threading.RLock()
         self.store: Any = None
-        self.is_away = self._has_warned = False
+        self.is_away = self._has_warned = self._is_closed = False
         self._run = ""
         self._again: OrderedDict[str, str] = OrderedDict()
 
@@ -67,12 +68,14 @@ class CoordinatorConnection:
         """Do some work on the store; connect again, and do it again, as long as it is away.
 
         Raises:
-            ExchangeError: it is away for too long.
+            ExchangeError: it is away for too long, or this connection was closed.
             IncompatibleError: the secret is not that of the run, or the coordinator keeps another run now.
         """
         began_s = time.monotonic()
         with self.lock:
             while True:
+                if self._is_closed:
+                    raise ExchangeError("this worker has closed its connection to the coordinator")
                 broke = self.store is not None
                 try:
                     return self._done(work)
@@ -91,17 +94,19 @@ class CoordinatorConnection:
                 time.sleep(PAUSE_S)
 
     def do_unless_away(self, work: Callable[[Any], T]) -> T | None:
-        """Do some work on the store; return None at once if it is away, or goes away meanwhile.
+        """Do some work on the store; return None at once if it is away, or ends meanwhile.
+
+        It waits for an answer as long as the operating system takes the connection to be there.
 
         Raises:
             IncompatibleError: as :meth:`do`.
         """
         began_s = time.monotonic()
-        while not self.is_away:
+        while not self.is_away and not self._is_closed:
             # Another thread that has the lock may be waiting for the coordinator, or for an answer that never comes.
             if self.lock.acquire(timeout=SLICE_S):
                 try:
-                    return self._done(work)
+                    return None if self.is_away else self._done(work)
                 except BROKEN:
                     self._drop()
                     self.is_away = True
@@ -117,7 +122,7 @@ class CoordinatorConnection:
         Raises:
             IncompatibleError: as :meth:`do`.
         """
-        if self.is_away and self.lock.acquire(blocking=False):
+        if self.is_away and not self._is_closed and self.lock.acquire(blocking=False):
             try:
                 self._done(lambda store: None)
             except BROKEN:
@@ -126,15 +131,15 @@ class CoordinatorConnection:
                 self.lock.release()
 
     def keep(self, key: str, value: str) -> None:
-        """Write a value again if a coordinator that was started again lacks it."""
+        """Write a value when the connection is made again, if the coordinator lacks it then."""
         self._again[key] = value
         self._again.move_to_end(key)
         while len(self._again) > MOST_KEPT:
             self._again.popitem(last=False)
 
     def close(self) -> None:
-        """End the connection."""
-        self.store = None
+        """End the connection, from any thread: what waits for the coordinator raises."""
+        self._is_closed, self.store = True, None
 
     def _done(self, work: Callable[[Any], T]) -> T:
         if self.store is None:
@@ -154,12 +159,15 @@ class CoordinatorConnection:
         if not self._has_warned:
             self._has_warned = True
             logging.getLogger("gradwire").warning(
-                "the coordinator at %s:%d is out of reach: rounds go on, but nobody can come in, and if a member "
-                "leaves or is lost all others wait for it; start it again with the same --state file",
+                "the coordinator at %s:%d is out of reach: nobody can come in, and when a member leaves or is lost all "
+                "others wait for it; until then rounds go on; start it again with the same --state file",
                 self._host, self._port,
             )  # fmt: skip
 
     def _connect(self) -> Any:
+        if self._run:
+            # torch's store would try for the whole time, and write twenty lines for each time that nobody listens.
+            socket.create_connection((self._host, self._port), CONNECT_S).close()
         store = dist.TCPStore(
             self._host, self._port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
         )
@@ -177,6 +185,6 @@ class CoordinatorConnection:
             )
         self._run, self.seal = run.id, Seal(self._secret, run.id)
         # A coordinator that was started again has lost all but the first and the latest epoch in its file.
-        for key, value in self._again.items():
+        for key, value in list(self._again.items()):
             store.compare_set(key, "", value)
         return store

@@ -160,7 +160,7 @@ class MembershipLink(WatchingLink):
             seat = self._seat
             if seat.epoch is not None and not seat.left:
                 for report in seat.part():
-                    # A program that ends does not wait for the coordinator: without the report it counts as lost.
+                    # A program that ends does not wait for the coordinator.
                     self._party.board.put_unless_away(p.report_key(report.number, report.id), report)
             self._hang_up("left the training")
 
@@ -214,7 +214,7 @@ class MembershipLink(WatchingLink):
     def _do(self, step: p.Step) -> Any:
         board, seat = self._party.board, self._seat
         if isinstance(step, p.Put):
-            board.put(step.key, step.record)
+            self._put(step)
         elif isinstance(step, p.Propose):
             return board.propose(step.key, step.epoch)
         elif isinstance(step, p.Collect):
@@ -238,14 +238,30 @@ class MembershipLink(WatchingLink):
         elif isinstance(step, p.Undo):
             self._rewind()
         elif isinstance(step, p.Break):
-            self._hang_up("has gone on to the next epoch")
-            if self._in_flight and not self._held:
-                self._rewind()
+            self._break_off()
         elif isinstance(step, p.Serve):
             self._serve(step)
         elif isinstance(step, p.Hand):
             self._hand(step, seat.current)
         return None
+
+    def _put(self, step: p.Put) -> None:
+        board = self._party.board
+        if not step.waits:
+            board.put_unless_away(step.key, step.record)
+            return
+        try:
+            board.put(step.key, step.record)
+        except ExchangeError:
+            # Nobody shall wait for this member's part of a round, nor its program find half of one.
+            self._break_off()
+            raise
+
+    def _break_off(self) -> None:
+        """End the connections of this epoch, and a round that does not count."""
+        self._hang_up("has gone on to the next epoch")
+        if self._in_flight and not self._held:
+            self._rewind()
 
     # ------------------------------------------------------------------ rounds
 

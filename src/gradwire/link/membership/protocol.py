@@ -313,7 +313,8 @@ class Seat:
         if leavers and heir is not None:
             yield Hand(leavers, heir)
         if self.me.id in leavers:
-            yield Put(report_key(self.current.number, self.me.id), self.report())
+            # All it has is handed over: without the report it counts as lost, and loses nothing.
+            yield Put(report_key(self.current.number, self.me.id), self.report(), waits=False)
             yield Break()
             self.left = True
             return

@@ -148,6 +148,7 @@ class QuorumLink(MembershipLink):
             pause_s = 0.0
             try:
                 if self._over is None and not self._seat.left and self.close.alive:
+                    self._raise_problem()
                     if self._rests():
                         pause_s = self._pause_s
                     else:

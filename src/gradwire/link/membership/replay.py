@@ -38,7 +38,8 @@ class StepLog:
         self._rounds, self._key, self._most_bytes = rounds, key, most_bytes
         self._changed = threading.Condition()
         self._coded: list[bytes] = []
-        self._taken, self._bytes, self._ended = 0, 0, False
+        self._taken, self._bytes = 0, 0
+        self._ended = self._closed = False
         self._waiting: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._remove: Callable[[], None] = optimizer.register_step_pre_hook(self._before).remove
         threading.Thread(target=self._code, name="gradwire steps", daemon=True).start()
@@ -61,6 +62,7 @@ class StepLog:
         self._remove()
         self._end()
         with self._changed:
+            self._closed = True
             self._coded.clear()
 
     def _end(self) -> None:
@@ -92,6 +94,8 @@ class StepLog:
                 continue
             coded = step.packed(self._key)
             with self._changed:
+                if self._closed:
+                    continue
                 self._coded.append(coded)
                 self._bytes += len(coded)
                 self._changed.notify_all()

@@ -83,7 +83,7 @@ class ServingLink(PassingLink):
             self._seat.offers = True
             return
         for member in asking:
-            self._party.board.put(told_key(member.id), self._offer)
+            self._party.board.put_unless_away(told_key(member.id), self._offer)
 
     def _serve(self, step: Serve) -> None:
         """Offer a copy of the state as it is now."""
@@ -104,7 +104,7 @@ class ServingLink(PassingLink):
             self._stop_serving()
             return
         offer = Offer(epoch.number, step.round, len(epoch.members), self._server.host, self._server.port)
-        self._party.board.put(offer_key(epoch.number, step.round, place), offer)
+        self._party.board.put_unless_away(offer_key(epoch.number, step.round, place), offer)
         if place == 0:
             self._offer = offer
             self._look_for_requests()

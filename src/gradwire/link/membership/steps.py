@@ -59,6 +59,8 @@ class Put:
 
     key: str
     record: Epoch | EpochReport
+    waits: bool = True
+    """False: if the coordinator is away, go on without it."""
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ class StoreSteps(ServingLink):
 
     def _is_deserted(self, group: EpochGroup) -> bool:
         """Return whether a member of an epoch that others meet has left instead of coming to it."""
-        epoch = group.epoch
-        absent = () if self._linked is group else group.absent()
-        found = self._party.board.get_all([report_key(epoch.number, id) for id in absent], EpochReport, each=True)
+        epoch, board = group.epoch, self._party.board
+        absent = () if self._linked is group or board.is_away else group.absent()
+        found = board.get_all([report_key(epoch.number, id) for id in absent], EpochReport, each=True)
         left = [report.id for report in found.values() if report.leaving]
         for id in left:
             group.count_out(id)
@@ -172,9 +172,9 @@ class StoreSteps(ServingLink):
         if found is None or not new or found.candidate.previous != epoch.digest() or not ids.issuperset(new):
             self._attempts += 1
             candidate = candidate_of(epoch, wanted, self._attempts)
-            board.put(candidate_key(candidate.number), candidate)
+            board.put_unless_away(candidate_key(candidate.number), candidate)
             for member in wanted:
-                board.put(invited_key(member.id), candidate)
+                board.put_unless_away(invited_key(member.id), candidate)
             self._prepare(candidate)
             return ()
         return tuple(member for member in wanted if member.id in new) if found.all_are_ready() else ()

@@ -98,7 +98,7 @@ class WatchingLink(StoreSteps):
                 self._heed(group)
             finally:
                 self._lock.release()
-        elif self._has_lost(group) or self._is_deserted(group):
+        elif self._has_lost(group) or self._has_left(group):
             self._abort()
 
     def _try_again(self) -> None:
@@ -106,6 +106,13 @@ class WatchingLink(StoreSteps):
             self._party.board.try_again()
         except Exception as problem:  # raised in the thread of the training
             self._problem = problem
+
+    def _has_left(self, group: EpochGroup) -> bool:
+        try:
+            return self._is_deserted(group)
+        except Exception as problem:  # raised in the thread of the training
+            self._problem = problem
+            return True
 
     def _has_lost(self, group: EpochGroup) -> bool:
         """Return whether a member of the current epoch is gone."""

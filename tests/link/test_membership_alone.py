@@ -1,0 +1,127 @@
+"""A member whose coordinator is away: what goes on, and what ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from crew import Crew, crew
+from gradwire.link.membership.membership import Membership
+from gradwire.link.membership.records import Epoch
+
+SPECS = {"terngrad": None, "DiLoCo(every=1, inner=EDEN(bits=4))": 1}
+"""A method, and the quorum of a membership for it."""
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def joined(workers: Crew, patience_s: float = 120.0, quorum: int | None = None) -> Membership:
+    return gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret, patience_s=patience_s, quorum=quorum)
+
+
+def link_over(membership: Membership, spec: str) -> tuple[Any, Callable[[], None]]:
+    """Return a link over a membership, and a function that takes one step."""
+    parameter = torch.nn.Parameter(torch.ones(100))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    link = gw.Link([parameter], spec, group=membership, optimizer=optimizer, min_numel=0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        parameter.square().sum().backward()
+        if not link.method.traits.local_steps:
+            link.reduce_()
+        optimizer.step()
+
+    return link, step
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_member_finds_its_coordinator_again_after_any_time(spec: str, tmp_path: Path) -> None:
+    with crew(tmp_path / "state.json") as workers, joined(workers, 0.5, SPECS[spec]) as membership:
+        link, step = link_over(membership, spec)
+        step()
+        with workers.without_coordinator():
+            # As long as a round that the thread that watches cannot go into.
+            with link._lock:
+                time.sleep(1.5)
+            for _ in range(3):
+                step()
+            wait_for(lambda: membership.board.is_away)
+        wait_for(lambda: not membership.board.is_away)
+        step()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_coordinator_that_keeps_another_run_ends_the_training(spec: str) -> None:
+    with crew() as workers, joined(workers, 0.5, SPECS[spec]) as membership:
+        _, step = link_over(membership, spec)
+        step()
+        with workers.without_coordinator():
+            step()
+
+        def refused() -> bool:
+            try:
+                step()
+            except gw.IncompatibleError:
+                return True
+            return False
+
+        wait_for(refused)
+
+
+def test_a_member_leaves_by_its_word_without_the_coordinator(tmp_path: Path) -> None:
+    with crew(tmp_path / "state.json") as workers, joined(workers) as membership:
+        link, step = link_over(membership, "terngrad")
+        step()
+        with workers.without_coordinator():
+            wait_for(lambda: membership.board.is_away)
+            membership.leave()
+            step()
+            assert membership.left
+            assert link.round == 2
+
+
+def test_a_member_that_waits_in_vain_ends_its_connections_and_its_round(tmp_path: Path) -> None:
+    with crew(tmp_path / "state.json") as workers, joined(workers, 0.5) as membership:
+        link, step = link_over(membership, "terngrad")
+        step()
+        with workers.without_coordinator():
+            wait_for(lambda: membership.board.is_away)
+            with pytest.raises(gw.ExchangeError, match="out of reach"), link._lock:
+                link._run(link._seat.recover())
+            assert link._epoch_group is None
+            assert not link._in_flight
+        step()
+        assert link.round == 2
+
+
+def test_what_waits_for_the_coordinator_ends_when_the_membership_is_closed(tmp_path: Path) -> None:
+    with crew(tmp_path / "state.json") as workers:
+        membership = joined(workers)
+        raised: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                membership.board.get("epoch/7", Epoch)
+            except gw.ExchangeError as error:
+                raised.append(error)
+
+        with workers.without_coordinator():
+            asking = threading.Thread(target=ask)
+            asking.start()
+            wait_for(lambda: membership.board.is_away)
+            membership.close()
+            asking.join(60.0)
+            assert "closed its connection" in str(raised[0])
