@@ -361,8 +361,8 @@ def why(found: dict[str, Any]) -> list[str]:
         before, after = (a["loss_mean"] - b["loss_mean"] for a, b in ((sparse, diloco), (far, other)))
         lines.append(
             f"- **Horizon.** {'A longer horizon alone does not close the gap. ' if after > before else ''}The loss of SparseLoCo differs from that of DiLoCo by {before:+.3f} after {short} "
-            f"steps, each at the best of {sparse['tried']} settings and over {sparse['seeds']} seeds, and by {after:+.3f} after "
-            f"{long} steps, at the best of {far['tried']} settings and over {far['seeds']} seeds."
+            f"steps (settings tried: {sparse['tried']}, seeds: {sparse['seeds']}), and by {after:+.3f} after {long} steps "
+            f"(settings tried: {far['tried']}, seeds: {far['seeds']})."
         )
     if ("LocalSGD, top-k and feedback", short) in rows:
         lines.append(

@@ -95,7 +95,7 @@ def table(rows: list[Row], goal: Row) -> list[str]:
     ]
     for row in rows:
         missed = row["seeds"] - row["seeds_reached"]
-        seeds = f"{row['seeds']}" + (f" ({missed} not there)" if missed else "")
+        seeds = f"{row['seeds']}" + (f" ({missed} not reached)" if missed else "")
         lines.append(
             f"| {row['name']} | {seeds} | {number(row, 'final_loss', 3)} | {number(row, 'final_accuracy', 2, 100)} | "
             f"{number(row, 'steps', 0)} | {number(row, 'sent_bytes', 2, 1e-6)} | "
@@ -148,8 +148,8 @@ def reading(rows: list[Row]) -> list[str]:
     fewest = min(there, key=lambda row: row["sent_bytes_mean"])
     factor = whole["sent_bytes_mean"] / fewest["sent_bytes_mean"]
     return [
-        f"At 10 Mbit/s the fastest method, {best['name']}, reaches the loss {ratio:.1f} times as fast as fp32. With four workers on two cores, a step that "
-        f"exchanges nothing takes {1e3 * floor:.0f} ms here, and a step of fp32 {1e3 * step:.0f} ms, "
+        f"At 10 Mbit/s the fastest method, {best['name']}, reaches the loss {ratio:.1f} times as fast as fp32. With four workers on two cores, the shortest "
+        f"mean step at 1 Gbit/s takes {1e3 * floor:.0f} ms here, and a step of fp32 {1e3 * step:.0f} ms, "
         f"so no method can be more than {step / floor:.1f} times as fast in the same number of steps. At this "
         f"bandwidth the link takes {step / floor - 1:.1f} times as long as the arithmetic of this machine. "
         f"{fewest['name']} sends {factor:.0f} times fewer bytes to the same loss; this would be the gain if "

@@ -145,6 +145,7 @@ class Halo(HaloMethod):
         compressor: The operator: a cast, ``RandK`` or any method that is a compressor with scales of its own.
 
     Raises:
+        HyperparameterError: ``compressor`` is not a method.
         IncompatibleError: one sender and one receiver cannot use it.
 
     Wire: the section of the operator for a parameter of rows times width elements (``docs/wire-format.md``).

@@ -55,6 +55,8 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
 
     Raises:
         IncompatibleError: a file could not be written, or the last round broke, on this rank or on another.
+        PayloadError: a rank sent an invalid message; the error names the rank.
+        ExchangeError: a rank is gone; the link is broken then.
     """
     target = Path(folder, link.part)
     problem: str | None = None
@@ -102,6 +104,8 @@ def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     Raises:
         IncompatibleError: on this rank or another, the state does not exist, is not whole, cannot be read, or does not
             suit the link.
+        PayloadError: a rank sent an invalid message; the error names the rank.
+        ExchangeError: a rank is gone; the link is broken then.
     """
     source = Path(folder, link.part)
     problem: str | None = None

@@ -141,7 +141,8 @@ def check_options(method: str | Method, *, optimizer: Any = None, **options: Any
     Args:
         method: A method or its spec.
         optimizer: As for :func:`gradwire.attach`.
-        options: As for :func:`gradwire.attach`.
+        options: As for :func:`gradwire.attach`, except ``lanes``, ``grad_scaler`` and ``process_group``, which are
+            unknown here.
 
     Raises:
         HyperparameterError: a method or an option is unknown, or a value is wrong.

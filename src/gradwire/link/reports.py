@@ -95,13 +95,14 @@ class LinkReports:
             one for each parameter (``l_greco``). Norms are those of unscaled gradients, or of the momentum if the
             method applies it before compression. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds with a
             non-finite value anywhere, if the method checks for it, or with one beyond 2^40, if it adds up rounds; they
-            do not change the state. ``encode_s``, ``wire_s``, ``decode_s``: seconds that this rank's lanes have spent
-            so far. ``wait``: how many rounds a part of a gradient waits on average in the residual before it is sent.
-            ``expected_rounds``: what the method declares, (1 - delta) / delta if each round sends a share delta of
-            what waits; None if it keeps no residual or does not know. ``measured_rounds``: |residual|^2 / |sent|^2 of
-            this rank in the last measured round, over compressed parameters; of random blocks it differs much from
-            round to round. ``advice``: the sentence of the warning if the given optimizer has a momentum and either of
-            the two is more than five rounds; else None.
+            do not change the state. ``rounds``: rounds so far. ``encode_s``, ``wire_s``, ``decode_s``: seconds that
+            this rank's lanes have spent so far. ``wait``: a dict about the number of rounds that a part of a gradient
+            waits on average in the residual before it is sent. Its ``expected_rounds`` is the number that the method
+            declares, (1 - delta) / delta if each round sends a share delta of the residual; None if there is no
+            residual or the number is not known. ``measured_rounds`` is |residual|^2 / |sent|^2 of this rank in the last
+            measured round, over compressed parameters; for random blocks it changes much from round to round.
+            ``advice`` is the warning about the given optimizer, such as a momentum where either number is above five;
+            None if there is no warning.
 
         Each link warns once if in a measured round too much of the gradient is late, lost or noise
         (``link/diagnostics.py``).

@@ -343,6 +343,9 @@ def simulate(
         round: Number of the round, on which random numbers depend.
         link_cost: Cost of a message, for methods that depend on it.
 
+    Returns:
+        The mean over workers, the state for the next call, and the traffic of worker 0.
+
     Raises:
         HyperparameterError: the method, the seed or the round is wrong.
         IncompatibleError: the gradients are not floats in one of these forms, the method cannot exchange them, or

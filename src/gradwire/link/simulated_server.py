@@ -91,7 +91,7 @@ class SimulatedServer:
         fetch_bytes: Bytes of one fetch.
 
     Raises:
-        HyperparameterError: a time or an option is wrong.
+        HyperparameterError: ``world_size`` or an option is wrong.
         IncompatibleError: the method is not an ``AsyncServer``, or its inner method needs more than one worker.
     """
 
@@ -147,8 +147,11 @@ class SimulatedServer:
     def turns(self, pushes: int) -> Iterator[ServerTurn]:
         """Yield the turns of some pushes, in the order in which they reach the server.
 
-        The gradient of a turn is read when the next one is asked for; it counts as zeros where there is none. A turn at
-        which the loop is left is not pushed, and comes again.
+        The gradient of a turn is read when the next turn is asked for; a missing gradient counts as zeros. If the loop
+        ends at a turn, that turn is not pushed, and comes again in the next call.
+
+        Raises:
+            HyperparameterError: a time in ``seconds`` is not above 0.
         """
         for _ in range(pushes):
             self._let_begin()

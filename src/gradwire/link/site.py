@@ -79,8 +79,16 @@ def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
 
     Call it before starting several workers on one machine, so that they do not all compile the same code.
 
+    Args:
+        method: A method or its spec.
+        backend: Backend of the kernels, as for :func:`gradwire.attach`.
+
     Returns:
-        Seconds of compilation; 0 if all kernels were on disk.
+        Seconds of compilation; 0 if all kernels were on disk, or the method needs none.
+
+    Raises:
+        HyperparameterError: the spec or the backend is wrong.
+        BackendError: the backend is not installed.
     """
     families = read_method(method).traits.kernels
     return get_kernels(backend).warm_up(families) + checksum.warm_up() if families else 0.0

@@ -32,9 +32,9 @@ class Auto(Method):
     """Tries methods in the first steps of a real training, and keeps the fastest.
 
     Every step of the trial is an ordinary training step with one of the candidates. A candidate is not tried if its
-    time on the link alone exceeds another's whole step. ``coded`` is TernGrad with an entropy coder, which has the same
-    outcome: it is chosen if the bytes that it saves are worth its time on this machine and this link. ``drive`` has the
-    fewest bytes of all unbiased methods.
+    bytes alone take the link more than 1.5 times as long as a whole step of the candidate with the fewest bytes.
+    ``coded`` is TernGrad with an entropy coder, which has the same outcome: it is chosen if the bytes that it saves are
+    worth its time on this machine and this link. ``drive`` has the fewest bytes of all unbiased methods.
 
     Methods that keep residuals, such as :class:`ErrorFeedback` and :class:`PowerSGD`, are tried if they are listed, or
     with ``residuals=True``. They send the least and cost accuracy, a few points in some tables: the link's record, its
@@ -54,9 +54,10 @@ class Auto(Method):
             record has the reasons.
 
     Raises:
-        HyperparameterError: there are fewer than two candidates, no turns or no steps; or a candidate is listed twice,
-            has its own momentum, returns a direction, leaves out a part of the gradient or has state of all parameters
-            as one vector.
+        HyperparameterError: a field is out of range, or there are fewer than two candidates; a candidate is listed
+            twice, is ``auto`` itself, exchanges parameters, has its own momentum, returns a direction, sends one part
+            of the gradient a round, or has state of all parameters as one vector; or two candidates have state of one
+            name in different sizes.
     """
 
     name: ClassVar[str] = "auto"

@@ -32,7 +32,9 @@ from gradwire.publish.weights import Readable, Weights, named_tensors, readable
 
 @dataclass(frozen=True)
 class Publication:
-    """What :meth:`WeightPublisher.publish` has published; of sharded weights, by all ranks.
+    """The result of :meth:`WeightPublisher.publish`.
+
+    For sharded weights, bytes and elements are sums over all ranks, and seconds are those of this rank.
 
     Attributes:
         step: Step of the weights.
@@ -83,9 +85,10 @@ class WeightPublisher:
             they are.
         resume: Go on with the run that is in the place if its latest weights are those of ``tensors``, so that readers
             need no anchor after this process has been restarted from a checkpoint of the published step.
-        strips: How readers divide tensors: for patterns of names the dimension, and the number of strips, such as
-            ``{"*.down_proj.weight": (1, 8), "*": (0, 8)}`` for up to eight tensor-parallel readers. Readers that hold
-            shards then fetch theirs alone. The first pattern that fits counts. None: tensors are not cut further.
+        strips: How readers divide tensors: a dimension, from 0 on, and a number of strips, 1 to 999, by patterns of
+            names, such as ``{"*.down_proj.weight": (1, 8), "*": (0, 8)}`` for up to eight tensor-parallel readers.
+            Readers that hold shards then fetch only these. The first pattern that fits counts. None: tensors are not
+            cut further.
         lossy: A method by which differences are rounded, such as "EDEN(bits=4)", "TopK(density=0.01)" or
             "DIANA(compressor=QSGDinf())": any that one rank can run and others can follow. Patches are then shorter and
             not exact. What one leaves out is part of the next difference, and each ``anchor_every``-th patch is exact.
@@ -94,8 +97,11 @@ class WeightPublisher:
         threads: Threads that share the work; None: as many as PyTorch uses.
 
     Raises:
-        IncompatibleError: the tensors or ``where`` cannot be served.
-        HyperparameterError: a number is not positive.
+        IncompatibleError: the tensors, ``where`` or the method ``lossy`` cannot be served.
+        HyperparameterError: a number is not positive; ``strips``, ``base`` or the spec ``lossy`` is invalid; or
+            ``lossy`` is given beside ``base="sums"``.
+        BackendError: the URL needs a package that is not installed.
+        ExchangeError: another rank that publishes its shards failed.
 
     Example:
         >>> import tempfile, gradwire as gw
@@ -176,15 +182,18 @@ class WeightPublisher:
         return self._step
 
     def publish(self, step: int, tensors: Weights | None = None) -> Publication:
-        """Publish the weights as they are now; of sharded weights, each rank its own.
+        """Publish the current weights; with sharded weights, all ranks call it, and each publishes its own shards.
 
         If a patch cannot be written, the error is raised, and the next call writes it before its own. If more bytes
         are waiting than the weights have, they are dropped, and the next call writes an anchor instead.
 
         Args:
-            step: Number of the step, larger than the one before.
+            step: Number of the step, 0 to 2^63 - 1, larger than the one before.
             tensors: Publish these instead of the tensors given when the publisher was built; names, types and shapes
                 are the same.
+
+        Returns:
+            Bytes, changed elements and seconds of this step.
 
         Raises:
             HyperparameterError: ``step`` does not ascend.

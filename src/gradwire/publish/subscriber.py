@@ -66,20 +66,22 @@ class WeightSubscriber:
     Args:
         tensors: The tensors to write to: a module, named tensors, or a safetensors file or folder. A file need not be
             there yet; each update replaces it at once.
-        where: What the publisher was given. Of a process group, each :meth:`update` of all other ranks meets a
-            ``publish`` of rank 0.
+        where: The place that the publisher was given. With a process group, all other ranks call :meth:`update` once
+            for each ``publish`` of rank 0.
         slices: For tensors that are parts of published ones, by name: a range of indices for each dimension, or for
             the first ones, such as ``{"down_proj.weight": (slice(None), slice(0, 512))}``.
-        lossy: Follow a publisher that rounds differences (its ``lossy``), too. What is verified is then that the
-            tensors are what the publisher knows its readers to hold.
-        relay: A folder, a URL, a store or a process group to serve in turn with what was fetched and checked: readers
-            there follow it as they would the publisher, in a chain or a tree. Of a process group, this is rank 0, and
-            each of its updates meets one of every other rank.
+        lossy: Also follow a publisher that rounds differences (its ``lossy``). An update then verifies that the tensors
+            equal the publisher's copy of the tensors of its readers.
+        relay: A folder, a URL, a store or a process group in which fetched and checked files are served again: readers
+            follow it like the publisher, in a chain or a tree. With a process group this must be rank 0, and all other
+            ranks call :meth:`update` once for each update of this one.
         run: Follow this run of a publisher only; None: follow a publisher that has been restarted, too.
         threads: Threads that share the work; None: as many as PyTorch uses.
 
     Raises:
-        IncompatibleError: the tensors or ``where`` cannot be served.
+        HyperparameterError: ``threads`` is not positive.
+        IncompatibleError: the tensors, ``slices``, ``where`` or ``relay`` cannot be served.
+        BackendError: a URL needs a package that is not installed.
 
     Example:
         >>> import tempfile, gradwire as gw
@@ -159,7 +161,9 @@ class WeightSubscriber:
 
         Raises:
             PayloadError: a file was refused, or the tensors have been changed by something else.
-            IncompatibleError: the published weights have other names, types or shapes.
+            IncompatibleError: the published weights have other names, types or shapes, or ``into="staging"`` was given
+                for weights in a file.
+            HyperparameterError: ``into`` is neither None nor "staging".
         """
         if into not in (None, STAGING):
             raise HyperparameterError(f'into={into!r}: it is None or "{STAGING}"')

@@ -52,9 +52,11 @@ class Options:
     """Options of a link, the same on every rank.
 
     Attributes:
-        collective: Name of a protocol, or "auto": for each bucket the one that sends the fewest bytes.
+        collective: Name of a protocol, or "auto": the method's usual one if the outcome depends on the protocol, else
+            for each bucket the one that sends the fewest bytes.
         exclude: Patterns (``fnmatch``) of the names of parameters that are sent in float32.
-        min_numel: Parameters with fewer elements are sent in float32; None: the method's default, 1024, or 0 for casts.
+        min_numel: Parameters with fewer elements are sent in float32; None: the method's default, which is 1024, but 0
+            for casts, SignSGD, Signum and DPSGD.
         warmup_steps: Number of rounds at the start in which everything is sent in float32.
         seed: Seed of all random numbers.
         backend: Kernels: "auto", "cpu", "cpu-plain", "reference" or "triton". On CUDA devices, all but "auto" and

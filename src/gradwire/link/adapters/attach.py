@@ -63,11 +63,15 @@ def attach(
         grad_scaler: The scaler of automatic mixed precision. Methods that keep a residual or a momentum, or whose
             outcome is a direction, refuse gradients of a scaled loss without it. False: this module's gradients are not
             scaled, even if the program has a scaler.
-        collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, or ``"auto"``: for each bucket the one that
-            sends the fewest bytes, by exact count.
+        collective: ``"all_reduce"``, ``"all_gather"``, ``"two_shot"``, ``"tree"`` or ``"two_shot_merged"``, if the
+            method can use it; or ``"auto"``: for each bucket the one that sends the fewest bytes, by exact count. If
+            the outcome depends on the protocol, "auto" takes the method's usual one for all buckets instead, see
+            :meth:`gradwire.Method.usual_collective`.
         exclude: Patterns of names of parameters that are sent in float32, such as ``"fc.*"`` for the last layer.
-        min_numel: Parameters with fewer elements are sent in float32. Default: 1024, and 0 for casts.
-        lanes: Number of lanes: threads with connections of their own that exchange buckets in parallel.
+        min_numel: Parameters with fewer elements are sent in float32; None: 1024, but 0 for casts, SignSGD, Signum and
+            DPSGD.
+        lanes: Number of lanes: threads with connections of their own that exchange buckets in parallel; None: two. Over
+            NCCL there is one.
         warmup_steps: Number of rounds at the start in which all parameters are sent in float32.
         seed: Seed of all random streams; the same on all ranks.
         process_group: For DDP, the module's own group, which is the default. For a sharded module, the ranks that hold
@@ -88,6 +92,8 @@ def attach(
         backend: Backend of the kernels.
         transport: ``"gloo"`` for CPU tensors, ``"nccl"`` or ``"staged"`` (through page-locked memory, by Gloo) for CUDA
             tensors, or ``"auto"``; see ``docs/gpu.md``.
+        more: Rarely used options: ``chunk_numel`` and ``link_cost`` (a :class:`gradwire.LinkCost`, for methods that use
+            it), see :class:`gradwire.exchange.planning.Options`.
 
     Returns:
         The link: ``traffic()``, ``diagnostics()``, ``state_dict()``, ``record()``, ``error``.

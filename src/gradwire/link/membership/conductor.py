@@ -90,7 +90,7 @@ def replay(trace: MembershipTrace, train: Callable[..., T], *arguments: Any) -> 
         arguments: Further arguments of the program.
 
     Returns:
-        What the programs returned, by name; None for a worker that was ended.
+        The return value of each program, by name of the worker; None for a worker that was ended.
 
     Raises:
         IncompatibleError: the trace does not begin with the training, or a program ends before the trace lets it.

@@ -151,16 +151,16 @@ def join(
             round goes on. The others are asked to contribute, after their current step, what they have; those that
             still compute ``late_s`` later contribute to a later round. Means are weighted by numbers of local steps, or
             by what :meth:`gradwire.Link.weigh` was told. None: a round waits for all members. The same on all members.
-        late_s: Seconds that a round waits for further members when there is a quorum; the first member's counts.
+        late_s: Seconds that a round waits for further members once there is a quorum. The first member's value applies.
         staleness: Largest number of rounds in a row that a member may miss: when it would miss one more, the others
             wait for it. With 0 a round waits for all, but for none longer than one local step. The same on all members.
         keyed: True: every message between members carries a digest under the secret (BLAKE2b), so that one that
             somebody else sent or altered is refused. False, where the network is private: checksums alone, which
             detect accidents. All members must have the same.
-        signals: Signals after which the worker leaves by its own word, if this is the main thread.
+        signals: Signals that call :meth:`Membership.leave`; they are handled only if this is the main thread.
 
     Raises:
-        HyperparameterError: a value is wrong.
+        HyperparameterError: a value is wrong, or the address or the secret is missing.
         IncompatibleError: the secret is not that of the run.
         ExchangeError: the coordinator cannot be reached.
     """

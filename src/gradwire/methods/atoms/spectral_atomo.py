@@ -236,19 +236,19 @@ class SpectralATOMO(Method):
     A parameter is a matrix of its outermost dimension in memory by all others, as for :class:`PowerSGD`. Each worker
     decomposes its own gradient with LAPACK. All workers decode the payload identically, in a specified order.
 
-    All pairs of a large matrix take far longer than a step. If its shorter side has more than four times as many rows
-    as ``pairs``, only so many leading pairs are computed, by subspace iteration, and the other atoms are the rows
-    (columns, if there are more rows) of what these leave, with their Euclidean norms in the place of singular values.
-    The atoms add up to X, so that Q is unbiased as before, and the probabilities are those of the least variance for
-    these atoms. A matrix of a rank up to ``pairs`` has the same atoms as with all pairs. Of normal values the variance
-    is about a third larger.
+    To compute all pairs of a large matrix takes far longer than a step. A matrix is large if its shorter side is longer
+    than 4 ``pairs``, and than the number of atoms that a payload has room for, budget + 8 sqrt(budget) + 16. Then only
+    ``pairs`` leading pairs are computed, by subspace iteration. The other atoms are the rows of the rest (the columns,
+    if there are more rows than columns), with their Euclidean norms in the place of singular values. The atoms add up
+    to X, so Q is unbiased as before, and the probabilities are those of the least variance for these atoms. A matrix of
+    a rank up to ``pairs`` has the same atoms as with all pairs. For normal values the variance is about a third larger.
 
     Args:
-        budget: Mean number of pairs of a matrix that are kept, at least 1.
+        budget: Mean number of pairs of a matrix that are kept, 1 to 32767.
         pairs: Number of leading pairs of a large matrix, 1 to 4096; None for all, as in the paper.
 
     Raises:
-        HyperparameterError: ``budget`` is out of range.
+        HyperparameterError: ``budget`` or ``pairs`` is out of range.
 
     Wire: ``docs/wire-format.md``. On average 32 budget (rows + columns) bits a matrix and worker. Draws from the rank's
     stream.

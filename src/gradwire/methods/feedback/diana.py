@@ -120,10 +120,11 @@ class DIANA(ShiftAlgorithm, Wrapper):
             gradient is not changed. :class:`gradwire.ProximalSGD` applies its own operator, in a simulation, too.
 
     Raises:
-        HyperparameterError: ``compressor`` is biased, ``alpha`` is not in (0, 1] or None where omega is not known, or
-            above 2 / (1 + omega), or ``momentum`` is out of range.
-        IncompatibleError: when attached with ``prox``, if the optimizer is not a ``torch.optim.SGD`` or lacks a
-            parameter.
+        HyperparameterError: ``compressor`` is biased or not an operator on one vector; ``alpha`` is not above 0 and at
+            most 1, is above 2 / (1 + omega), or is None although omega is not known; or ``momentum``, ``shifts`` or
+            ``prox`` is invalid.
+        IncompatibleError: when attached with ``prox``, if the optimizer is not a ``torch.optim.SGD``, has
+            ``maximize=True`` or lacks a parameter.
 
     Reference: K. Mishchenko, E. Gorbunov, M. Takac, P. Richtarik, "Distributed Learning with Compressed Gradient
     Differences", 2019, algorithm 1. Theorem 2 requires alpha strictly below 1 / (1 + omega), the default; a slightly

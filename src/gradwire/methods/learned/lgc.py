@@ -64,8 +64,8 @@ class LGC(ResidualAlgorithm):
     one rank, in one thread. See :class:`gradwire.methods.learned.autoencoder.Autoencoder`.
 
     **Memory.** A residual as long as the parameters on every rank, without the loss scale under automatic mixed
-    precision. The autoencoder has 216 678 weights, which rank 0 stores with two moments of its optimizer from the
-    second phase on, and all ranks from the third.
+    precision. The autoencoder has 216 677 weights and biases, with a server one more. Rank 0 stores them with two
+    moments of its optimizer from the second phase on, and all ranks store them from the third.
 
     Args:
         density: Share k/d of each parameter's elements that are chosen, above 0 to 1. If fewer than 31 elements are

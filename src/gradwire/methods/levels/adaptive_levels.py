@@ -240,7 +240,7 @@ class _Adaptive(Method):
 _FIELDS = """
 
     Args:
-        bits: Code width b: 2^b signed levels from -1 to 1.
+        bits: Code width b, 2 to 8: 2^b signed levels from -1 to 1.
         norm: Norm by which a block is divided: "l2", as in the authors' program, or "max".
         block_size: Number of values that share a norm, a multiple of 16; None: all of a parameter.
         blocks: "model", as in the authors' program: cut from all compressed parameters joined in the order of

@@ -104,7 +104,8 @@ class MultiScale(Method):
     workers.
 
     Args:
-        levels: Two or more level counts, ascending: the paper's (4, 8) bits are (15, 255).
+        levels: Two or more level counts, ascending, the first 1 to 32767 and all below 2^23: the paper's (4, 8) bits
+            are (15, 255). With N workers, N times the first is at most 32767.
         block_size: Values that share a scale, a multiple of 16; None: all of a parameter.
 
     Raises:

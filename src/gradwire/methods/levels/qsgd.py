@@ -87,8 +87,9 @@ class QSGD(EvenLevels):
             "model".
 
     Wire: float32 norms, then digits of base 2s + 1, packed (``docs/wire-format.md``); every worker receives every
-    worker's. An entropy coder (:class:`Coded`) takes 5.33 bits at s = 16 and d = 512 to about 2. Draws from the rank's
-    stream.
+    worker's. With ``collective="two_shot"``, which needs a block size, the owner of a share of the elements rounds the
+    mean to the same levels once more. An entropy coder (:class:`Coded`) takes 5.33 bits at s = 16 and d = 512 to about
+    2. Draws from the rank's stream.
 
     Reference: D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
     NIPS 2017, section 3.1, lemma 3.1.

@@ -143,7 +143,8 @@ class QSGDMaxNorm(EvenLevels):
     Wire: first the float32 scales, by a maximum over workers; then packed digits of base 2s + 1, and their sums of base
     2sN + 1 on the way back (``docs/wire-format.md``). Draws from the rank's stream.
 
-    Reference: S. Vineeth, "Quantization for Distributed Optimization", arXiv 2109.12497, 2021.
+    Reference: S. Vineeth, "Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization",
+    arXiv 2109.12497, 2021.
 
     Example:
         >>> import torch, gradwire as gw

@@ -38,7 +38,8 @@ class DiLoCo(LocalStepsMethod):
         nesterov: True for Nesterov momentum, as in the paper.
 
     Raises:
-        HyperparameterError: a field is out of range.
+        HyperparameterError: a field is out of range, or ``inner`` does not exchange a mean, or acts on an optimizer's
+            steps.
 
     Memory: the global parameters and the outer momentum, 8 bytes an element, and the state of the inner method.
 

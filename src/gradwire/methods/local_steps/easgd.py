@@ -35,7 +35,8 @@ class EASGD(LocalStepsMethod):
         alpha: Moving rate, above 0 and below 1; None for 0.9 / N, the paper's beta = 0.9.
 
     Raises:
-        HyperparameterError: a field is out of range, or alpha times the number of workers is above 1.
+        HyperparameterError: a field is out of range, or ``inner`` does not exchange a mean.
+        IncompatibleError: when attached, if alpha times the number of workers is above 1.
 
     Memory: the centre, 4 bytes an element, and the state of the inner method.
 

@@ -35,10 +35,11 @@ class PowerSGD(LowRankAlgorithm):
     to the best of rank r. Both sums are linear, so the result is that of one worker with the mean of the matrices. The
     operator is not a contraction for every matrix: the part orthogonal to Q is lost until the residual has rotated Q.
 
-    The paper subtracts the mean from every residual instead, to the same outcome, since only the residuals' mean enters
-    it. But then what a worker's gradients differ by from the mean is never taken from its residual: residuals of
-    workers drift apart without bound, and whoever ends takes away what only all of them together make right. Here a
-    worker subtracts its own contribution, and a residual is what it has not sent.
+    The paper subtracts the mean from every residual instead. The outcome is the same, since only the mean of the
+    residuals enters it. But the difference between a worker's gradients and the mean then stays in its residual:
+    residuals of workers drift apart without bound, and if a worker ends, the residuals of the others are wrong, since
+    only their mean over all workers was right. Here a worker subtracts its own contribution, so its residual is the
+    part that it has not sent.
 
     A matrix has the outermost dimension in memory as rows and all others as columns. It is compressed if its two
     factors have ``least_saving`` times fewer numbers. All other parameters, such as vectors, are sent in float32 with

@@ -109,10 +109,11 @@ class EFSignSGD(ErrorFeedback):
         block_size: Elements d that share a scale, a multiple of 16; None: all of a parameter, as in the paper.
         momentum: Momentum applied before compression, see :class:`ErrorFeedback`; if above 0 the optimizer must have
             none.
+        decay: Share of the residual that is added to the next vector, see :class:`ErrorFeedback`.
         compressor: Another way to write the block size: ``ScaledSign(block_size=...)``.
 
     Raises:
-        HyperparameterError: ``block_size`` or ``momentum`` is out of range, or ``compressor`` is not a
+        HyperparameterError: ``block_size``, ``momentum`` or ``decay`` is out of range, or ``compressor`` is not a
             :class:`ScaledSign` or has another block size.
 
     Reference: S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",

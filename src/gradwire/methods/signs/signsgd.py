@@ -220,6 +220,9 @@ class SignSGD(Method):
     pass ``grad_scaler=`` to ``attach``: the direction is then multiplied by the loss scale, by which the scaler
     divides.
 
+    Raises:
+        IncompatibleError: when attached to more than 32767 workers.
+
     Wire: bits, 80 elements in ten bytes, and two flag bits a parameter; the vote likewise (``docs/wire-format.md``). A
     parameter with an infinity or a NaN on any rank comes back as +inf on all. Draws nothing.
 
@@ -271,8 +274,8 @@ class Signum(SignSGD):
 
     A worker whose gradient of a parameter is all zeros does not vote on it; its momentum decays.
 
-    The method applies the momentum, so the optimizer needs none. It is state of this rank, without the loss scale under
-    mixed precision, and a round with a non-finite value does not change it.
+    The method applies the momentum, so the optimizer must have none. The momentum is state of this rank, without the
+    loss scale under mixed precision, and a round with a non-finite value does not change it.
 
     Args:
         momentum: beta, at least 0 and below 1; 0 is signSGD.

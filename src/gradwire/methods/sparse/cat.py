@@ -47,7 +47,8 @@ class CAT(Compressor):
             Mbit/s, a millisecond is 12500; the paper: 1500 and less. None: measured by all ranks together when the
             method is attached (:class:`gradwire.LinkCost`), and stored in checkpoints, so that a resumed training uses
             the same. A simulation takes it from its option ``link_cost``.
-        packet_bytes: Payload of a packet, such as 1472 for UDP over Ethernet; None: bytes are not counted in packets.
+        packet_bytes: Payload of a packet, at least 16, such as 1472 for UDP over Ethernet; None: bytes are not counted
+            in packets.
         blocks: "model", one T for all parameters together, which needs the whole gradient; or "parameter".
 
     Raises:

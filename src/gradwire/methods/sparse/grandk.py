@@ -53,8 +53,9 @@ class GRandK(Wrapper):
     Wire: as the compressor for ``ceil(d / C)`` elements of every parameter (``docs/wire-format.md``). Permutations are
     drawn from the shared stream, in O(d / C) time and memory, and are not stored.
 
-    Reference: S. Vineeth, "Quantization for Distributed Optimization", arXiv 2109.12497, 2021, "Global Random-K". The
-    paper's program leaves each worker's own gradient in the unsent elements, so that replicas diverge.
+    Reference: S. Vineeth, "Unbiased Single-scale and Multi-scale Quantizers for Distributed Optimization",
+    arXiv 2109.12497, 2021, "Global Random-K". The paper's program leaves each worker's own gradient in the unsent
+    elements, so that replicas diverge.
 
     Example:
         >>> import torch, gradwire as gw

@@ -146,8 +146,9 @@ class RandK(Method):
         contiguous: True for a random block: consecutive elements from a random one on, wrapping at the end of the
             parameter.
         rescale: True to multiply the outcome by d / k.
-        values: Encoding of values: ``FP32()``, ``BF16()`` or, if shared, ``FP16()`` or any operator on one vector, or,
-            if private, an operator with levels such as ``QSGDinf()``.
+        values: Encoding of values. With shared coordinates a cast, or an operator on one vector whose blocks do not
+            cross parameters; with private ones ``FP32()``, ``BF16()`` or such an operator with levels, such as
+            ``QSGDinf()``.
 
     Raises:
         HyperparameterError: a field is out of range.

@@ -46,7 +46,7 @@ class TopK(Sparse):
         unit: Unit that is kept or left out, by its Euclidean norm: "element", "row" (one index of a parameter's first
             dimension) or "kernel" (one index of each of its first two, if there are three or more).
         blocks: "parameter"; or "model", the largest elements of all parameters together, which needs the whole
-            gradient.
+            gradient and ``unit="element"``.
         values: Encoding of values: ``FP32()``, ``BF16()``, or an operator with levels, which is applied to the vector
             of a parameter's kept values.
 

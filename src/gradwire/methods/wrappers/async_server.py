@@ -30,8 +30,8 @@ class AsyncServer(Around):
 
         x <- x - (lr / N) C_i(g_i)
 
-    C_i is the inner method among one worker: what it remembers, such as a residual, is the worker's own, and its random
-    numbers are, too. With ``ErrorFeedback(...)`` nothing is lost: the sum of a worker's pushes and its residual is the
+    C_i is the inner method with a single worker: each worker has its own state, such as a residual, and its own random
+    numbers. With ``ErrorFeedback(...)`` nothing is lost: the sum of a worker's pushes and its residual is the
     sum of its gradients. With ``fetch`` not ``FP32()``, worker i receives changes, and the server keeps its copy k_i::
 
         k_i <- k_i + D(x - k_i)                                     the worker computes at k_i

@@ -63,7 +63,8 @@ class Coded(Wrapper):
             they matter most, choose the coder that sends fewer.
 
     Raises:
-        HyperparameterError: there is no such coder, or ``compressor`` is not a method, or is already coded.
+        HyperparameterError: there is no such coder, or ``compressor`` is not a method, is already coded, or takes local
+            steps.
         IncompatibleError: when attached, if the operator's payload has neither positions nor digits that fit a byte.
 
     Reference: J. Duda, "Asymmetric numeral systems", 2013 (rANS); D. A. Huffman, 1952. The methods' own papers propose

@@ -67,9 +67,9 @@ def plan(*, options: o.PlanOptions, debug: o.Debug = False) -> None:
 def lab(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="What each host runs, behind --")],
     hosts: Annotated[int, typer.Option(help="Network namespaces, each with its own link")] = 4,
-    bandwidth: Annotated[str, typer.Option(help="Of every link, both ways: 100mbit, 1gbit, unlimited")] = "unlimited",
+    bandwidth: Annotated[str, typer.Option(help="Rate of a link, both ways: 100mbit, 1gbit, unlimited")] = "unlimited",
     asymmetric: Annotated[
-        str | None, typer.Option(metavar="RATE", help="What a host may send, where it differs from --bandwidth")
+        str | None, typer.Option(metavar="RATE", help="Rate at which a host sends, if it differs from --bandwidth")
     ] = None,
     host: Annotated[
         list[str] | None,
@@ -96,7 +96,7 @@ def lab(
     reorder: o.Reorder = None,
     outage: o.Outages = None,
     congestion: o.Congestion = None,
-    seed: Annotated[int, typer.Option(help="Of losses, jitter and reordering")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of losses, jitter and reordering")] = 0,
     debug: o.Debug = False,
 ) -> None:
     """Run a command once on each host of an emulated cluster: Linux, root, iproute2.
@@ -381,8 +381,8 @@ def timeline(*, options: o.TimelineOptions, debug: o.Debug = False) -> None:
 
 @bench.command()
 def kernels(
-    elements: Annotated[int, typer.Option(help="Of the large vectors")] = 20_000_000,
-    repetitions: Annotated[int, typer.Option(help="Of each kernel")] = 15,
+    elements: Annotated[int, typer.Option(help="Elements of the large vectors")] = 20_000_000,
+    repetitions: Annotated[int, typer.Option(help="Repetitions of each kernel")] = 15,
     backend: Annotated[str, typer.Option(help="auto, cpu, cpu-plain, reference")] = "auto",
     device: Annotated[
         str, typer.Option(metavar="cpu|cuda", help="cuda: compare Triton's kernels with the reference there first")

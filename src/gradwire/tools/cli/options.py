@@ -39,11 +39,13 @@ Lab = Annotated[
     typer.Option(metavar="SPEC", help="Emulated cluster (Linux, root), such as hosts=4,bandwidth=100mbit"),
 ]
 Loopback = Annotated[bool, typer.Option("--loopback", help="No emulated cluster, no limits, no root")]
-Delay = Annotated[str | None, _cluster(metavar="MS", help="One way, of what a host sends, such as 20ms")]
+Delay = Annotated[str | None, _cluster(metavar="MS", help="One-way delay of the frames a host sends, such as 20ms")]
 Jitter = Annotated[str | None, _cluster(metavar="MS", help="Each delay differs by up to this much, such as 2ms")]
-Loss = Annotated[str | None, _cluster(metavar="PERCENT", help="Of the frames that a host sends, such as 0.1%")]
-Burst = Annotated[str | None, _cluster(metavar="FRAMES", help="Lost in a row, on average; by default independent")]
-Reorder = Annotated[str | None, _cluster(metavar="PERCENT", help="Of the frames are not delayed: they overtake others")]
+Loss = Annotated[str | None, _cluster(metavar="PERCENT", help="Share of a host's frames that is lost, such as 0.1%")]
+Burst = Annotated[
+    str | None, _cluster(metavar="FRAMES", help="Frames lost in a row, on average; by default losses are independent")
+]
+Reorder = Annotated[str | None, _cluster(metavar="PERCENT", help="Share of frames not delayed, which overtake others")]
 Outages = Annotated[
     list[str] | None,
     _cluster(
@@ -118,10 +120,13 @@ class ExchangeOptions:
         list[str] | None, _link(metavar="PATTERN", help="Parameters that travel in float32; repeatable")
     ] = None
     min_numel: Annotated[
-        int | None, _link(help="Smaller parameters travel in float32; by default 1024, 0 for casts")
+        int | None,
+        _link(
+            help="Smaller parameters travel in float32; by default 1024; 0 for casts, signsgd, signum, dpsgd and logreg"
+        ),
     ] = None
     warmup_steps: Annotated[int, _link(help="Steps at the start in float32")] = 0
-    collective: Annotated[str, _link(help="auto, all_reduce, all_gather or two_shot")] = "auto"
+    collective: Annotated[str, _link(help="auto, all_reduce, all_gather, two_shot, tree or two_shot_merged")] = "auto"
     fallback: Annotated[
         str | None, _link(help="bf16 or fp32: return to it, on all workers, beyond --fallback-limit")
     ] = None
@@ -146,16 +151,16 @@ class ExchangeOptions:
 class TorchrunOptions:
     """Options that are handed to torchrun as the user wrote them; None: torchrun's default."""
 
-    nproc_per_node: Annotated[str | None, _torchrun("nproc-per-node", "Workers")] = None
+    nproc_per_node: Annotated[str | None, _torchrun("nproc-per-node", "Workers on each machine")] = None
     nnodes: Annotated[str | None, _torchrun("nnodes", "Machines")] = None
-    node_rank: Annotated[str | None, _torchrun("node-rank", "Of this machine")] = None
-    master_addr: Annotated[str | None, _torchrun("master-addr", "Of machine 0")] = None
-    master_port: Annotated[str | None, _torchrun("master-port", "Of machine 0")] = None
-    rdzv_backend: Annotated[str | None, _torchrun("rdzv-backend", "Such as c10d")] = None
-    rdzv_endpoint: Annotated[str | None, _torchrun("rdzv-endpoint", "HOST:PORT")] = None
+    node_rank: Annotated[str | None, _torchrun("node-rank", "Rank of this machine")] = None
+    master_addr: Annotated[str | None, _torchrun("master-addr", "Address of machine 0")] = None
+    master_port: Annotated[str | None, _torchrun("master-port", "Port of machine 0")] = None
+    rdzv_backend: Annotated[str | None, _torchrun("rdzv-backend", "Rendezvous, such as c10d")] = None
+    rdzv_endpoint: Annotated[str | None, _torchrun("rdzv-endpoint", "HOST:PORT of the rendezvous")] = None
     rdzv_id: Annotated[str | None, _torchrun("rdzv-id", "Name of the job")] = None
-    max_restarts: Annotated[str | None, _torchrun("max-restarts", "Of the workers")] = None
-    log_dir: Annotated[str | None, _torchrun("log-dir", "For the workers' output")] = None
+    max_restarts: Annotated[str | None, _torchrun("max-restarts", "Largest number of restarts")] = None
+    log_dir: Annotated[str | None, _torchrun("log-dir", "Folder for the workers' output")] = None
 
     def flags(self) -> dict[str, str | None]:
         """Return each flag's value under the flag's name."""
