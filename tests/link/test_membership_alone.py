@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import gradwire as gw
 from crew import Crew, crew
 from gradwire.link.membership.membership import Membership
-from gradwire.link.membership.records import Epoch
+from gradwire.link.membership.records import Epoch, Member
 
 SPECS = {"terngrad": None, "DiLoCo(every=1, inner=EDEN(bits=4))": 1}
 """A method, and the quorum of a membership for it."""
@@ -91,6 +92,18 @@ def test_a_member_leaves_by_its_word_without_the_coordinator(tmp_path: Path) -> 
             step()
             assert membership.left
             assert link.round == 2
+
+
+def test_one_that_has_left_does_not_count_as_a_worker_that_asks() -> None:
+    with crew() as workers, joined(workers) as membership:
+        link, step = link_over(membership, "terngrad")
+        step()
+        seat, other = link._seat, Member("b" * 16, "b")
+        seat.history.add(replace(seat.epoch, members=(*seat.epoch.members, other)))
+        seat.history.add(seat.epoch)
+        # As requests are read before an epoch begins in which this one was a member for a moment.
+        link._asked_s = (time.monotonic(), (other,))
+        assert link._requests() == ()
 
 
 def test_a_member_that_waits_in_vain_ends_its_connections_and_its_round(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ were cut off."""
 RECENT_S = 4 * LOOK_S
 """Time for which requests count that were read from a store at the end of a long link."""
 
+LAST_EPOCHS = 8
+"""Number of epochs of which requests that were read before they began may still be at hand."""
+
 ASK_S = 0.5
 """Time between two requests of a worker that is connected to the members, and looks whether it is named."""
 
@@ -136,9 +139,9 @@ class StoreSteps(ServingLink):
 
     def _requests(self) -> tuple[Member, ...]:
         """Return the workers that have asked and have the same terms; warn of others."""
-        known = set(self._seat.epoch.ids()) if self._seat.epoch else set()
+        # Members of the last epochs may have been read as workers that ask. One of them that has left never comes.
+        known = self._seat.history.members(LAST_EPOCHS)
         if time.monotonic() - self._asked_s[0] < LOOK_S:
-            # Those who founded the training may have been read as workers that ask.
             return tuple(member for member in self._asked_s[1] if member.id not in known)
         found, asking = list[Member](), list[Member]()
         for request in self._recent():

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ class History:
 
     def __iter__(self) -> Any:
         return iter(self._adopted)
+
+    def members(self, epochs: int) -> set[str]:
+        """Return the ids of the members of so many last epochs."""
+        return {id for one in islice(reversed(self._adopted), epochs) for id in one.epoch.ids()}
 
     def add(self, epoch: Epoch, left: tuple[str, ...] = ()) -> None:
         """Add the epoch that was adopted; the oldest ones are dropped beyond :data:`MOST_LISTED` members."""
