@@ -16,6 +16,7 @@ import gradwire as gw
 from crew import Crew, crew
 from gradwire.link.membership.membership import Membership
 from gradwire.link.membership.records import Epoch, Member
+from gradwire.link.membership.steps import FIRST
 
 SPECS = {"terngrad": None, "DiLoCo(every=1, inner=EDEN(bits=4))": 1}
 """A method, and the quorum of a membership for it."""
@@ -62,6 +63,11 @@ def test_a_member_finds_its_coordinator_again_after_any_time(spec: str, tmp_path
             wait_for(lambda: membership.board.is_away)
         wait_for(lambda: not membership.board.is_away)
         step()
+        # The thread that watches lives, and the coordinator has the epoch again.
+        assert any(thread.name == "gradwire membership" for thread in threading.enumerate())
+        first = membership.board.glance(FIRST, Epoch)
+        assert first is not None
+        assert first.ids() == (membership.seat.me.id,)
 
 
 @pytest.mark.parametrize("spec", SPECS)

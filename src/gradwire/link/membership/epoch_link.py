@@ -35,6 +35,8 @@ class EpochLink(Link):
     """Ids of the members that had ended or fallen silent without a word when the last epoch's connections ended."""
     _preparation: Preparation | None = None
     """Connections of the epoch that may follow."""
+    _problem: Exception | None = None
+    """What went wrong in a thread of the link; raised in the thread of the training."""
     _broken_s: float | None
     """When the connections of the last epoch were broken; None while they are not."""
 
@@ -108,7 +110,10 @@ class EpochLink(Link):
 
     def _watch_over(self) -> threading.Condition | None:
         """Look for what has changed; return the condition that is notified when members end."""
-        self._look()
+        try:
+            self._look()
+        except Exception as problem:  # raised in the thread of the training; others still count as lost
+            self._problem = problem
         group = self._epoch_group
         return None if group is None or group.watch is None else group.watch.changed
 

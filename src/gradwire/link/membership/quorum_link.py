@@ -238,7 +238,7 @@ class QuorumLink(MembershipLink):
         group = self._epoch_group
         if group is None:
             return
-        self._try_again()
+        self._party.board.try_again()
         # Until the lanes are open over this group, the link's circle is that of an epoch that has ended.
         lost = group.gone() or (self._linked is group and self._runtime.failures.circle.lost())
         if lost and group is self._epoch_group:

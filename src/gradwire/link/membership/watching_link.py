@@ -35,8 +35,6 @@ class WatchingLink(StoreSteps):
 
     _lock: threading.RLock
     """Held while the protocol runs."""
-    _problem: Exception | None = None
-    """What went wrong in a thread of the link; raised in the thread of the training."""
     _applied: bool = False
     """True from a step of the optimizer until the next round."""
     _meeting: threading.Thread | None = None
@@ -88,7 +86,7 @@ class WatchingLink(StoreSteps):
         if group is None:
             return
         # A coordinator that is away stops no round: this thread looks whether it is back.
-        self._try_again()
+        self._party.board.try_again()
         self._party.board.freshen(group.world_size)
         if not self._has_lost(group):
             # Without the lock, for which the thread that trains would wait.
@@ -98,21 +96,8 @@ class WatchingLink(StoreSteps):
                 self._heed(group)
             finally:
                 self._lock.release()
-        elif self._has_lost(group) or self._has_left(group):
+        elif self._has_lost(group) or self._is_deserted(group):
             self._abort()
-
-    def _try_again(self) -> None:
-        try:
-            self._party.board.try_again()
-        except Exception as problem:  # raised in the thread of the training
-            self._problem = problem
-
-    def _has_left(self, group: EpochGroup) -> bool:
-        try:
-            return self._is_deserted(group)
-        except Exception as problem:  # raised in the thread of the training
-            self._problem = problem
-            return True
 
     def _has_lost(self, group: EpochGroup) -> bool:
         """Return whether a member of the current epoch is gone."""
