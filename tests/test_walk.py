@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import gradwire as gw
+from gradwire.exchange.drivers import Lane
 from ranks import Ranks
 
 PACKAGE = Path(gradwire.__file__).parent
@@ -32,6 +33,18 @@ def beside() -> list[str]:
     """Return the files that the page lists as also entered."""
     lines = re.findall(r"^- (`[\w/]+\.py`(?:, `[\w/]+\.py`)*): ", PAGE.read_text(), re.M)
     return [name for line in lines for name in re.findall(r"`([^`]+)`", line)]
+
+
+def lanes_rest() -> bool:
+    """Return whether the threads of all lanes wait for a job, and did a moment ago: they may have begun to take one."""
+    lanes = [thread.ident for thread in threading.enumerate() if thread.name.startswith("gradwire lane")]
+    for _ in range(2):
+        time.sleep(0.05)
+        frames = sys._current_frames()
+        found = [frames[ident] for ident in lanes if ident in frames]
+        if not all(frame.f_code is Lane._loop.__code__ and "job" not in frame.f_locals for frame in found):
+            return False
+    return bool(lanes)
 
 
 def files_of_a_step() -> list[str]:
@@ -57,7 +70,8 @@ def files_of_a_step() -> list[str]:
         for step in range(3):
             if step == 2:
                 # The lane still prepares for this step when the one before has its gradients.
-                time.sleep(0.2)
+                while not lanes_rest():
+                    time.sleep(0.01)
                 listening.set()
             module(torch.ones(4, 64)).square().sum().backward()
         listening.clear()
