@@ -434,7 +434,7 @@ class Trial:
 
             threading.Timer(stop_s, go_on).start()
         else:
-            replica.ends = fault.kind == "leave"
+            replica.ends |= fault.kind == "leave"
             with contextlib.suppress(OSError):
                 replica.orders.send(fault.kind)
         return True

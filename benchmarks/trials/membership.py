@@ -80,7 +80,7 @@ def replica(seat: Seat, pipe: Connection, orders: Connection) -> None:
     given, (address, secret) = seat.given, seat.address
     if given.log:
         logging.basicConfig(format=f"%(asctime)s.%(msecs)03d {seat.name}: %(message)s", datefmt="%H:%M:%S")
-        logging.getLogger("gradwire").setLevel(logging.INFO)
+        logging.getLogger("gradwire").setLevel(logging.DEBUG)
     module, armed = network(given.width), threading.Event()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=given.momentum)
     serving_link.LARGE_BYTES = given.large_bytes

@@ -178,6 +178,7 @@ class MembershipLink(WatchingLink):
                 self._drop_brought()
                 return
             except p.LeftOut:
+                self._tell_left_out()
                 self._drop_brought()
                 self._seat.again()
 
@@ -190,11 +191,19 @@ class MembershipLink(WatchingLink):
                 "this worker has left the training, in which the others' round broke: it applies nothing"
             )
         self._party.counts["left_out"] += 1
+        self._tell_left_out()
         self._problem, self._in_flight = None, False
         self._hang_up("comes again")
         self._drop_preparation()
         self._seat.again()
         self._come_in()
+
+    def _tell_left_out(self) -> None:
+        epoch = self._seat.epoch
+        logging.getLogger("gradwire").info(
+            "the others went on without this worker%s: it asks to be taken in",
+            "" if epoch is None else f" after epoch {epoch.number}",
+        )
 
     def _raise_problem(self) -> None:
         problem, self._problem = self._problem, None
@@ -216,7 +225,7 @@ class MembershipLink(WatchingLink):
         if isinstance(step, p.Put):
             self._put(step)
         elif isinstance(step, p.Propose):
-            return board.propose(step.key, step.epoch)
+            return self._propose(step)
         elif isinstance(step, p.Collect):
             return self._collect(step.keys)
         elif isinstance(step, p.Await):
@@ -256,6 +265,13 @@ class MembershipLink(WatchingLink):
             # Nobody shall wait for this member's part of a round, nor its program find half of one.
             self._break_off()
             raise
+
+    def _propose(self, step: p.Propose) -> Epoch | None:
+        found = self._party.board.propose(step.key, step.epoch)
+        names = None if found is None else [member.name for member in found.members]
+        told = "epoch %d: proposed with %s, agreed with %s"
+        logging.getLogger("gradwire").debug(told, step.epoch.number, [m.name for m in step.epoch.members], names)
+        return found
 
     def _break_off(self) -> None:
         """End the connections of this epoch, and a round that does not count."""

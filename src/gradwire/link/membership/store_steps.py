@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -70,6 +71,9 @@ class StoreSteps(ServingLink):
             if is_last or len(found) == len(keys) or board.get(following, Epoch) is not None:
                 break
             time.sleep(POLL_S)
+        names = {member.id: member.name for member in epoch.members}
+        told = {names[r.id]: (r.held, r.holds, r.leaving, [names.get(id) for id in r.missed]) for r in found.values()}
+        logging.getLogger("gradwire").debug("epoch %d: reported (held, holds, leaving, missed): %s", epoch.number, told)
         return tuple(found.values())
 
     def _grace_s(self, reported: int, members: int, has_all_that_live: bool) -> float:
