@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 import gradwire as gw
+from gradwire.link.membership.membership_link import MembershipLink
 from ranks import _context, _load
 
 WAIT_S = 240.0
@@ -176,3 +178,33 @@ def learn(module: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: list
     draw = torch.Generator().manual_seed(1000 * batch[0])
     optimizer.zero_grad()
     module(torch.randn(8, 20, generator=draw)).square().mean().backward()
+
+
+def report_late(board: Any, seconds: float) -> None:
+    """Let a worker that leaves by its word hang for some time before it writes so."""
+    put = board.put_unless_away
+
+    def put_late(key: str, record: Any) -> None:
+        time.sleep(seconds)
+        put(key, record)
+
+    board.put_unless_away = put_late
+
+
+def cut_off_in_meetings(times: int) -> None:
+    """Let all connections of this worker with the others break while it meets them, a number of times."""
+    compare, left = MembershipLink._compare_state, [times]
+
+    def cut(self: Any) -> None:
+        if self._seat.epoch.number > 1 and left[0]:
+            left[0] -= 1
+            watch, ranks = self._epoch_group.watch, self._epoch_group.ranks
+            with watch.changed:
+                watch.changed.wait_for(lambda: not watch.absent(ranks))
+                for line in list(watch._connections._lines.values()):
+                    line.socket.shutdown(socket.SHUT_RDWR)
+                watch.changed.wait_for(lambda: watch.vanished(ranks))
+            raise RuntimeError("the network broke")
+        compare(self)
+
+    MembershipLink._compare_state = cut  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from torch import nn
 
 import gradwire as gw
 import gradwire.link.link as link_module
-from crew import Crew, Worker, crew, die_in_exchange, learn
+from crew import Crew, Worker, crew, cut_off_in_meetings, die_in_exchange, learn, report_late
 
 pytestmark = pytest.mark.ranks
 
@@ -49,6 +49,9 @@ def train(
     drawn: list[list[int]] = []
     grew = 0
     gradients, means = torch.zeros(785, dtype=torch.float64), torch.zeros(785, dtype=torch.float64)
+    cut_off_in_meetings(more.get("cuts", 0))
+    if "reports_after_s" in more:
+        report_late(membership.board, more["reports_after_s"])
     with membership:
         link = gw.Link(module.named_parameters(), spec, group=membership, optimizer=optimizer, min_numel=0)
         if "die_at" in more:
@@ -169,7 +172,8 @@ def test_a_worker_that_was_stopped_while_many_epochs_began_comes_in_again() -> N
 def test_a_worker_that_is_told_to_end_leaves_after_its_round_and_hands_over_what_it_has_not_sent() -> None:
     until = {"sums_until": 6}
     with crew() as workers:
-        a, b = begin(workers, "ab", "ErrorFeedback(TopK(density=0.1))", 10, a=until, b={**until, "sigterm_at": 5})
+        told = {**until, "sigterm_at": 5, "reports_after_s": 1.5}
+        a, b = begin(workers, "ab", "ErrorFeedback(TopK(density=0.1))", 10, a=until, b=told)
         a.end(), b.end()
         assert (b.result["left_by_word"], b.result["round"]) == (True, 6)
         assert (a.result["left"], a.result["lost"], a.result["members"]) == (1, 0, 1)
@@ -181,6 +185,20 @@ def test_a_worker_that_is_told_to_end_leaves_after_its_round_and_hands_over_what
         assert torch.equal(means[0], means[1])
         torch.testing.assert_close(gradients.sum(0), 2 * means[0] + residual[0], rtol=0, atol=1e-6)
         assert residual[0].norm() > residual[1].norm() > 0
+
+
+@pytest.mark.parametrize(("cuts", "left_out"), [(1, 0), (2, 1)])
+def test_connections_that_break_while_members_meet_are_made_again_once(cuts: int, left_out: int) -> None:
+    with crew() as workers:
+        soon = {"until_told": True}
+        a, b, c = begin(workers, "abc", "terngrad", 0, a=soon, b={**soon, "cuts": cuts}, c=soon)
+        c.reach(3)
+        c.signal(signal.SIGKILL)
+        a.reach(max(c.steps) + 4)
+        b.reach(max(c.steps) + 4)
+        end(a, b)
+        assert a.result["left_out"] + b.result["left_out"] == left_out  # the later one in the epoch
+        assert same_bits(a, b) >= 4
 
 
 def test_a_newcomer_begins_with_the_state_of_the_others() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -124,15 +125,15 @@ class EpochGroup(Group):
             return True
         return self.watch.judge(self.ranks, "", orderly=False) is not None
 
-    def missed(self) -> tuple[str, ...]:
-        """Return the ids of members that are gone."""
-        blame = None if self.watch is None else self.watch.judge(self.ranks, "", orderly=False)
-        named = () if blame is None else blame.ranks
-        return tuple(self.epoch.members[rank].id for rank in named if rank != self.place)
-
     def vanished(self) -> frozenset[str]:
         """Return the ids of members that ended or fell silent without a word about it."""
-        ranks = () if self.watch is None else self.watch.vanished(self.ranks)
+        return self._ids(() if self.watch is None else self.watch.vanished(self.ranks))
+
+    def disconnected(self) -> frozenset[str]:
+        """Return the ids of those among them that were connected before: they may live on."""
+        return self._ids(() if self.watch is None else self.watch.disconnected(self.ranks))
+
+    def _ids(self, ranks: Iterable[int]) -> frozenset[str]:
         return frozenset(self.epoch.members[rank].id for rank in ranks)
 
     def absent(self) -> tuple[str, ...]:

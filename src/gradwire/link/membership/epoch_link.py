@@ -33,6 +33,8 @@ class EpochLink(Link):
     """The members over which the lanes are open; None while they are not."""
     _vanished: frozenset[str] = frozenset()
     """Ids of the members that had ended or fallen silent without a word when the last epoch's connections ended."""
+    _were_disconnected: frozenset[str] = frozenset()
+    """Ids of the members whose connections ended or fell silent while the last epoch met, if it did not."""
     _preparation: Preparation | None = None
     """Connections of the epoch that may follow."""
     _problem: Exception | None = None
@@ -92,6 +94,16 @@ class EpochLink(Link):
         party = self._party
         key = party.board.seal.key_of(f"epoch {epoch.digest()}") if party.keyed else b""
         return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), party.board, party.silence_s, key, prefix)
+
+    def _missed(self, group: EpochGroup) -> tuple[str, ...]:
+        """Return the ids of the members that this one cannot reach, after they have not met.
+
+        Connections that were reset or fell silent can be made again, if both live. But if that happens each time that
+        members meet, the two do not stay both.
+        """
+        ended, before = group.disconnected(), self._were_disconnected
+        self._were_disconnected = ended
+        return tuple(sorted(group.vanished() - (ended - before)))
 
     def _prepare(self, candidate: Epoch | None) -> None:
         """Connect to the members of a candidate, in a thread, if this is one of them."""

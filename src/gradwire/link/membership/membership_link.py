@@ -353,22 +353,23 @@ class MembershipLink(WatchingLink):
             raise
         except (ExchangeError, PayloadError, RuntimeError, dist.DistError) as error:
             logging.getLogger("gradwire").info("epoch %d: not all members met: %s", epoch.number, error)
-            return group.missed()
+            return self._missed(group)
         seconds = 0.0 if self._broken_s is None else time.monotonic() - self._broken_s
         keeps = self.method.traits.waiting in self.method.traits.remembers
         self._party.note(self._of, epoch, lost, seconds, keeps)
         self._of, self._broken_s, self._differed = epoch, None, False
+        self._voted_out = self._were_disconnected = frozenset()
         return None
 
     def _lost_before(self, epoch: Epoch) -> set[str]:
         """Return the ids of members that are no longer there and had not said that they leave."""
         if self._of is None:
             return set()
-        # Who left may have said so in an epoch that never met.
+        # Who left may have said so in an epoch that never met. Who said so by its vote may still be writing its report.
         gone, numbers = set(self._of.ids()) - set(epoch.ids()), range(self._of.number, epoch.number)
         keys = [p.report_key(number, id) for number in numbers for id in gone]
         reports = self._party.board.get_all(keys, EpochReport, each=True).values()
-        return gone - {report.id for report in reports if report.leaving}
+        return gone - self._voted_out - {report.id for report in reports if report.leaving}
 
     def _begin_anew_without(self, lost: set[str]) -> None:
         """Let what is right only for the former members begin anew."""

@@ -27,10 +27,13 @@ class PassingLink(EpochLink):
 
     _opened: bool
     """True once the link was open."""
+    _voted_out: frozenset[str] = frozenset()
+    """Ids of members that said by their votes that they leave, since members have met last."""
 
     def _hand(self, step: Hand, epoch: Epoch) -> None:
         """Hand over what a member that leaves has not sent yet: to be added to what the heir has not sent."""
         kind, group = self.method.traits.waiting, self._epoch_group
+        self._voted_out |= set(step.leavers)
         if group is None or kind not in self.method.traits.remembers:
             return
         places, key = epoch.ids(), self._key(epoch)

@@ -181,6 +181,10 @@ class Watch:
         with self.changed:
             return [r for r in sorted(set(ranks) & set(self._standings)) if self._standings[r].has_vanished]
 
+    def disconnected(self, ranks: Iterable[int]) -> list[int]:
+        """Return which of them were connected before: they have ended, or can be reached again."""
+        return [rank for rank in self.vanished(ranks) if self._standings[rank].heard_s is not None]
+
     def quiet(self, ranks: Iterable[int], now_s: float) -> dict[int, float | None]:
         """Return ranks without a sign of life for :data:`QUIET_S`, and for how many seconds; None: never connected."""
         found: dict[int, float | None] = {}
