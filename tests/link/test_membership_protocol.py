@@ -6,7 +6,7 @@ import pytest
 
 from explorer import CRASH, LEAVE, SPURIOUS, SUSPECT, Case, Wrong, explored, member
 from gradwire.link.membership import protocol, steps
-from gradwire.link.membership.protocol import changed_epoch, next_epoch
+from gradwire.link.membership.epochs import changed_epoch, next_epoch
 from gradwire.link.membership.records import Epoch, EpochReport
 
 CASES = {
