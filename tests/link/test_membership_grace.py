@@ -55,7 +55,9 @@ def test_one_that_is_late_lets_a_majority_wait_for_a_grace_and_no_longer(is_far:
     board = types.SimpleNamespace(is_far=is_far, get_all=get_all, get=lambda key, kind: None)
     party = types.SimpleNamespace(board=board, grace_s=0.1)
     link: Any = types.SimpleNamespace(
-        _party=party, _seat=types.SimpleNamespace(current=epoch), _vanished=frozenset(epoch.ids()[4 : 4 + gone])
+        _party=party,
+        _seat=types.SimpleNamespace(current=epoch, holds=True),
+        _vanished=frozenset(epoch.ids()[4 : 4 + gone]),
     )
     link._grace_s = partial(MembershipLink._grace_s, link)
     began_s = time.monotonic()
@@ -92,9 +94,32 @@ def test_one_that_was_cut_off_leaves_it_to_the_others_who_is_late(
     board = types.SimpleNamespace(is_far=is_far, get_all=get_all, get=get)
     link: Any = types.SimpleNamespace(
         _party=types.SimpleNamespace(board=board, grace_s=2 * VANISHED_S),
-        _seat=types.SimpleNamespace(current=epoch),
+        _seat=types.SimpleNamespace(current=epoch, holds=True),
         _vanished=frozenset(epoch.ids()[1 : 1 + vanished]),
     )
     link._grace_s = partial(MembershipLink._grace_s, link)
     assert len(MembershipLink._collect(link, keys)) == found
     assert time.monotonic() - began_s < MINORITY_S
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_one_that_lacks_the_state_waits_longer_for_those_who_have_it(holds: bool) -> None:
+    """At the report of the last holder, or at the epoch that it has begun."""
+    epoch = Epoch(4, tuple(Member(new_id()) for _ in range(3)), round=7)
+    key, late = (report_key(4, id) for id in epoch.ids()[1:])
+    told = {key: EpochReport(4, epoch.ids()[1], 0, False), late: EpochReport(4, epoch.ids()[2], 7, True)}
+    began_s = time.monotonic()
+
+    def get_all(wanted: list[str], kind: type[EpochReport], *, each: bool) -> dict[str, EpochReport]:
+        written = (key, late) if time.monotonic() - began_s > 4 * VANISHED_S else (key,)
+        there = {key: told[key] for key in wanted if key in written}
+        return there if each or len(there) == len(wanted) else {}
+
+    board = types.SimpleNamespace(is_far=False, get_all=get_all, get=lambda key, kind: None)
+    link: Any = types.SimpleNamespace(
+        _party=types.SimpleNamespace(board=board, grace_s=2 * VANISHED_S),
+        _seat=types.SimpleNamespace(current=epoch, holds=holds),
+        _vanished=frozenset({epoch.ids()[2]}),
+    )
+    link._grace_s = partial(MembershipLink._grace_s, link)
+    assert len(MembershipLink._collect(link, [key, late])) == (1 if holds else 2)

@@ -154,6 +154,40 @@ def test_who_has_the_state_stays_rather_than_newcomers_that_did_not_reach_it() -
     assert next_epoch(Epoch(4, (A, B, C), new=(B.id, C.id), round=7), told).members == (A,)
 
 
+def test_who_leaves_stays_as_long_as_nobody_else_who_stays_has_the_state() -> None:
+    epoch = Epoch(4, (A, B, C), new=(C.id,), round=7)
+    leaves, new = report("a", 7, met=False, leaving=True), report("c", 0, holds=False, met=False)
+    found = next_epoch(epoch, {A.id: leaves, C.id: new})
+    assert (found.members, found.new, found.round) == ((A, C), (C.id,), 7)
+    assert next_epoch(epoch, {A.id: leaves, B.id: report("b", 7, met=False), C.id: new}).members == (B, C)
+    assert next_epoch(epoch, {A.id: leaves}).members == ()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_who_lacks_the_state_follows_those_who_have_it_or_says_that_it_does_not(goes_on: bool) -> None:
+    seat = protocol.Seat(C)
+    seat.epoch = Epoch(4, (A, C), new=(C.id,), round=7)
+    found = seat.recover()
+    assert isinstance(next(found), steps.Put)
+    assert isinstance(found.send(None), steps.Break)
+    assert isinstance(found.send(None), steps.Collect)
+    assert found.send(()) == steps.Await(steps.epoch_key(5))
+    if goes_on:
+        following = Epoch(5, (A, C), new=(C.id,), round=7, previous=seat.epoch.digest())
+        assert found.send(following) == steps.Put(steps.named_key(C.id), following)
+        with pytest.raises(StopIteration):
+            found.send(None)
+        assert seat.epoch == following
+    else:
+        put = found.send(None)
+        assert isinstance(put, steps.Put)
+        assert put.key == steps.report_key(5, C.id)
+        assert isinstance(put.record, EpochReport)
+        assert (put.record.number, put.record.leaving) == (5, True)
+        with pytest.raises(steps.LeftOut):
+            found.send(None)
+
+
 def test_a_change_keeps_the_order_and_appends_those_who_come() -> None:
     found = changed_epoch(Epoch(4, (A, B)), [A.id], [C, B], 3, 5)
     assert (found.number, found.members, found.new, found.round, found.position) == (5, (B, C), (C.id,), 3, 5)

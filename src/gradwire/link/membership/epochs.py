@@ -15,7 +15,11 @@ def next_epoch(epoch: Epoch, reports: Mapping[str, EpochReport]) -> Epoch:
     otherwise they would fail to meet for ever. Those that hold the state stay rather than those that do not; then those
     with fewer such pairs, so that one that was cut off does not drop all others; then the earlier ones.
     """
-    alive = [member for member in epoch.members if member.id in reports and not reports[member.id].leaving]
+    present = [member for member in epoch.members if member.id in reports]
+    alive = [member for member in present if not reports[member.id].leaving]
+    if alive and not any(reports[member.id].holds for member in alive):
+        # Who leaves stays until others have the state.
+        alive = present
     order = {member.id: place for place, member in enumerate(alive)}
     told = [report for id, report in reports.items() if id in order and not report.met]
     apart = {frozenset((r.id, missed)) for r in told for missed in {*r.missed} & order.keys() - {r.id}}

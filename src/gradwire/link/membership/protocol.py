@@ -293,11 +293,17 @@ class Seat:
         keys = tuple(report_key(epoch.number, id) for id in epoch.ids() if id != self.me.id)
         found: tuple[EpochReport, ...] = yield Collect(keys)
         proposed = next_epoch(epoch, {told.id: told for told in (report, *found)})
-        if not proposed.members:
+        if proposed.members:
+            following: Epoch | None = yield Propose(epoch_key(proposed.number), proposed)
+        else:
             # Those that hold the state may only be late. An epoch to which nobody belongs would end the training for
-            # them: a newcomer whose connections broke comes again instead.
-            raise LeftOut
-        yield from self._adopt((yield Propose(epoch_key(proposed.number), proposed)))
+            # them: a newcomer whose connections broke comes again instead, unless they have gone on with it.
+            following = yield Await(epoch_key(proposed.number))
+            if following is None:
+                # If they do so now, they need not wait for it.
+                gone = replace(report, number=proposed.number, leaving=True, met=False)
+                yield Put(report_key(gone.number, self.me.id), gone, waits=False)
+        yield from self._adopt(following)
 
     def _adopt(self, epoch: Epoch | None) -> Steps[None]:
         if epoch is None or self._has_no_part_in(epoch):
