@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+import types
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from torch import nn
 import gradwire as gw
 from crew import crew
 from gradwire.link.membership.epoch_group import EpochGroup
+from gradwire.link.peers.blame import Blame
 from ranks import fresh_ranks
 
 pytestmark = pytest.mark.ranks
@@ -129,3 +133,28 @@ def test_the_heir_goes_on_when_one_that_leaves_is_killed_while_it_hands_over() -
         a.tell("end")
         found = a.end()
     assert (found["residuals_lost"], found["residuals_handed"], found["members"]) == (1, 0, 1)
+
+
+def test_nobody_waits_to_send_to_a_member_that_has_gone_on() -> None:
+    """What others still send may arrive for a while; what is sent to it never does."""
+    aborted = threading.Event()
+
+    def wait() -> None:
+        aborted.wait()
+        raise RuntimeError("broken off")
+
+    def judge(ranks: tuple[int, ...], link: str) -> Blame | None:
+        return Blame((2,), "rank 2 has gone on") if 2 in ranks else None
+
+    group: Any = types.SimpleNamespace(gone=lambda: False, abort=aborted.set, watch=types.SimpleNamespace(judge=judge))
+    group._has_left = partial(EpochGroup._has_left, group)
+    waits: Any = types.SimpleNamespace(wait=wait)
+    with pytest.raises(RuntimeError, match="broken off"):
+        EpochGroup._finish(group, waits, to=2)
+    aborted.clear()
+    never: Any = types.SimpleNamespace(wait=threading.Event().wait)
+    other = threading.Thread(target=lambda: EpochGroup._finish(group, never, to=1), daemon=True)
+    other.start()
+    other.join(1.0)
+    assert other.is_alive()
+    assert not aborted.is_set()

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gradwire as gw
 from crew import Crew, crew
+from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.membership import Membership
 from gradwire.link.membership.records import Epoch, Member
 from gradwire.link.membership.steps import FIRST
@@ -110,6 +112,28 @@ def test_one_that_has_left_does_not_count_as_a_worker_that_asks() -> None:
         # As requests are read before an epoch begins in which this one was a member for a moment.
         link._asked_s = (time.monotonic(), (other,))
         assert link._requests() == ()
+
+
+def test_a_connection_to_the_store_that_breaks_as_members_connect_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with crew() as workers, joined(workers) as membership:
+        link, step = link_over(membership, "terngrad")
+        step()
+        usual, broke = EpochGroup.__init__, list[None]()
+
+        def breaks_once(self: EpochGroup, *args: Any) -> None:
+            if not broke:
+                broke.append(None)
+                raise dist.DistNetworkError("Broken pipe")
+            usual(self, *args)
+
+        monkeypatch.setattr(EpochGroup, "__init__", breaks_once)
+        with link._lock:
+            link._run(link._seat.recover())
+        step()
+        assert broke
+        assert link.round == 2
 
 
 def test_a_member_that_waits_in_vain_ends_its_connections_and_its_round(tmp_path: Path) -> None:

@@ -125,6 +125,9 @@ class EpochGroup(Group):
             return True
         return self.watch.judge(self.ranks, "", orderly=False) is not None
 
+    def _has_left(self, place: int) -> bool:
+        return self.watch is not None and self.watch.judge((place,), "") is not None
+
     def vanished(self) -> frozenset[str]:
         """Return the ids of members that ended or fell silent without a word about it."""
         return self._ids(() if self.watch is None else self.watch.vanished(self.ranks))
@@ -163,7 +166,7 @@ class EpochGroup(Group):
         Raises:
             RuntimeError: the connection broke.
         """
-        self._finish(*(self._backend.send([tensor], to, tag) for tag, tensor in enumerate(tensors)))
+        self._finish(*(self._backend.send([tensor], to, tag) for tag, tensor in enumerate(tensors)), to=to)
 
     def receive(self, source: int, *tensors: torch.Tensor) -> None:
         """Receive as many tensors from one member as it sends at once.
@@ -173,8 +176,12 @@ class EpochGroup(Group):
         """
         self._finish(*(self._backend.recv([tensor], source, tag) for tag, tensor in enumerate(tensors)))
 
-    def _finish(self, *works: dist.Work) -> None:
-        """Wait for messages, by a thread that is given up where one never ends."""
+    def _finish(self, *works: dist.Work, to: int | None = None) -> None:
+        """Wait for messages, by a thread that is given up where one never ends.
+
+        Args:
+            to: Who they are sent to, if to one member alone: once it has gone on, it receives them no more.
+        """
         ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
         def wait() -> None:
@@ -192,7 +199,7 @@ class EpochGroup(Group):
             try:
                 problem = ended.get(timeout=LOOK_S)
             except queue.Empty:
-                if self.gone():
+                if self.gone() or (to is not None and self._has_left(to)):
                     broken_s = time.monotonic() if broken_s is None else broken_s
                     self.abort()
                 continue

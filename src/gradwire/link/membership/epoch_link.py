@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gradwire.errors import ExchangeError, GradwireError, PayloadError
 from gradwire.exchange.drivers import Lane, WireError
 from gradwire.link.link import Link
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.membership.broken_rounds import count_broken, forget_frames
+from gradwire.link.membership.coordinator_connection import BROKEN
 from gradwire.link.membership.epoch_group import LOOK_S, EpochGroup
 from gradwire.link.membership.party import Party
 from gradwire.link.membership.preparation import Preparation
@@ -21,6 +24,9 @@ from gradwire.link.membership.records import Epoch
 
 CLOSE_S = 30.0
 """Time that lanes have to end after their connections were broken; a kernel may be running."""
+
+TRIES = 3
+"""How often a member begins to connect to the others while its connection to the store breaks."""
 
 
 class EpochLink(Link):
@@ -93,7 +99,13 @@ class EpochLink(Link):
     def _new_group(self, epoch: Epoch, prefix: str = "") -> EpochGroup:
         party = self._party
         key = party.board.seal.key_of(f"epoch {epoch.digest()}") if party.keyed else b""
-        return EpochGroup(epoch, epoch.ids().index(self._seat.me.id), party.board, party.silence_s, key, prefix)
+        place = epoch.ids().index(self._seat.me.id)
+        make = partial(EpochGroup, epoch, place, party.board, party.silence_s, key, prefix)
+        for _ in range(TRIES - 1):
+            # The connection to the store may break after it was found whole: the next try makes another.
+            with contextlib.suppress(*BROKEN):
+                return make()
+        return make()
 
     def _missed(self, group: EpochGroup) -> tuple[str, ...]:
         """Return the ids of the members that this one cannot reach, after they have not met.
