@@ -49,7 +49,8 @@ def train(
     drawn: list[list[int]] = []
     grew = 0
     gradients, means = torch.zeros(785, dtype=torch.float64), torch.zeros(785, dtype=torch.float64)
-    cut_off_in_meetings(more.get("cuts", 0))
+    if "cuts" in more:
+        cut_off_in_meetings(more["cuts"])
     if "reports_after_s" in more:
         report_late(membership.board, more["reports_after_s"])
     with membership:

@@ -104,7 +104,6 @@ def test_one_that_was_cut_off_leaves_it_to_the_others_who_is_late(
 
 @pytest.mark.parametrize("holds", [False, True])
 def test_one_that_lacks_the_state_waits_longer_for_those_who_have_it(holds: bool) -> None:
-    """At the report of the last holder, or at the epoch that it has begun."""
     epoch = Epoch(4, tuple(Member(new_id()) for _ in range(3)), round=7)
     key, late = (report_key(4, id) for id in epoch.ids()[1:])
     told = {key: EpochReport(4, epoch.ids()[1], 0, False), late: EpochReport(4, epoch.ids()[2], 7, True)}

@@ -133,7 +133,7 @@ class EpochGroup(Group):
         return self._ids(() if self.watch is None else self.watch.vanished(self.ranks))
 
     def disconnected(self) -> frozenset[str]:
-        """Return the ids of those among them that were connected before: they may live on."""
+        """Return the ids of members that vanished after they were connected: they may live on."""
         return self._ids(() if self.watch is None else self.watch.disconnected(self.ranks))
 
     def _ids(self, ranks: Iterable[int]) -> frozenset[str]:
@@ -180,7 +180,7 @@ class EpochGroup(Group):
         """Wait for messages, by a thread that is given up where one never ends.
 
         Args:
-            to: Who they are sent to, if to one member alone: once it has gone on, it receives them no more.
+            to: The place of the member that receives them, if they are sent: one that has gone on receives no more.
         """
         ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 

@@ -26,7 +26,7 @@ CLOSE_S = 30.0
 """Time that lanes have to end after their connections were broken; a kernel may be running."""
 
 TRIES = 3
-"""How often a member begins to connect to the others while its connection to the store breaks."""
+"""Number of attempts to begin to connect to the others, if the connection to the store breaks."""
 
 
 class EpochLink(Link):

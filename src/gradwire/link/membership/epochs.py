@@ -14,6 +14,8 @@ def next_epoch(epoch: Epoch, reports: Mapping[str, EpochReport]) -> Epoch:
     If the epoch broke before all had met, two members of which one could not reach the other do not both stay:
     otherwise they would fail to meet for ever. Those that hold the state stay rather than those that do not; then those
     with fewer such pairs, so that one that was cut off does not drop all others; then the earlier ones.
+
+    Members that were told to leave are no longer in it, unless nobody else who reported holds the state.
     """
     present = [member for member in epoch.members if member.id in reports]
     alive = [member for member in present if not reports[member.id].leaving]

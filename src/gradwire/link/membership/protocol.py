@@ -300,7 +300,7 @@ class Seat:
             # them: a newcomer whose connections broke comes again instead, unless they have gone on with it.
             following = yield Await(epoch_key(proposed.number))
             if following is None:
-                # If they do so now, they need not wait for it.
+                # If they name it from now on, they need not wait for it.
                 gone = replace(report, number=proposed.number, leaving=True, met=False)
                 yield Put(report_key(gone.number, self.me.id), gone, waits=False)
         yield from self._adopt(following)

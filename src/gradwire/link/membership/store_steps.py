@@ -66,7 +66,7 @@ class StoreSteps(ServingLink):
                 found |= board.get_all(some, EpochReport, each=is_late or few)
             # Most others were out of reach, and live: they know better than this member who of them is only late.
             cut_off = 2 * len(silent) > len(keys) > 1 and not found.keys().isdisjoint(silent)
-            # Nor does one that lacks the state know anything, as long as nobody has reported who has it.
+            # One that lacks the state waits longer, too, until a member that has it has reported.
             has_state = self._seat.holds or epoch.round == 0 or any(report.holds for report in found.values())
             reported = 0 if not has_state else 1 if cut_off else 1 + len(found)
             is_last = is_late and waited_s > self._grace_s(reported, 1 + len(keys), found.keys() >= set(alive))

@@ -182,7 +182,7 @@ class Watch:
             return [r for r in sorted(set(ranks) & set(self._standings)) if self._standings[r].has_vanished]
 
     def disconnected(self, ranks: Iterable[int]) -> list[int]:
-        """Return which of them were connected before: they have ended, or can be reached again."""
+        """Return which ranks vanished after they were connected: they have ended, or can be reached again."""
         return [rank for rank in self.vanished(ranks) if self._standings[rank].heard_s is not None]
 
     def quiet(self, ranks: Iterable[int], now_s: float) -> dict[int, float | None]:
