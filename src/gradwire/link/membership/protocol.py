@@ -108,11 +108,13 @@ class Seat:
         return self.epoch
 
     def again(self, id: str | None = None) -> None:
-        """Become another member, without state, in order to come in again."""
+        """Become another member, without state, in order to come in again; what was told to leave still leaves."""
         self.me = replace(self.me, id=new_id() if id is None else id)
         self.epoch, self._changes, self._has_met = None, None, False
         self.rounds = self.held = self.since = 0
-        self.holds = self.leaving = self.offers = self._serves = False
+        # What it drew for a round in which it has no part counts for nobody.
+        self.position = self.reserve = 0
+        self.holds = self.offers = self._serves = False
         self.adopted.clear()
         self.history, self.parted = History(), ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 
@@ -58,8 +59,9 @@ class ElasticSampler:
         self.length, self.batch_size, self.seed, self.passes = length, batch_size, seed, passes
         self._party, self._seat = membership, membership.seat
         self.position = 0
-        self._owed: deque[int] = deque()
+        self._owed: deque[tuple[int, int]] = deque()
         self._stride: tuple[int, int] | None = None
+        self._me = ""
         self._order: tuple[int, torch.Tensor] | None = None
         membership.carry(sampler=self)
 
@@ -85,19 +87,27 @@ class ElasticSampler:
             if self._stride is None:
                 raise IncompatibleError("this worker is no member yet: make the link before samples are drawn")
             if self._owed:
-                return self._samples(self._owed.popleft(), self.batch_size)
-            rank, members = self._stride
-            begin, each, size = self.position, self.batch_size, self.batch_size
-            left = None if self.passes is None else self.passes * self.length - self.position
-            if left is not None and left < members * each:
-                if left < members:
-                    return None
-                # The last round shares out what is left: sizes differ by one at most.
-                each, more = divmod(left, members)
-                self._set(self.position + left)
-                return self._samples(begin + rank * each + min(rank, more), each + (rank < more))
-            self._set(self.position + members * each)
-            return self._samples(begin + rank * each, size)
+                return self._samples(*self._owed.popleft())
+            begin, size, of_all = self._share(*self._stride)
+            if not of_all:
+                return None
+            self._set(self.position + of_all)
+            return self._samples(begin, size)
+
+    def _share(self, rank: int, members: int) -> tuple[int, int, int]:
+        """Return where a rank's next batch begins, its size, and that of the batches of all together."""
+        left = self._left(self.position)
+        if left >= members * self.batch_size:
+            return self.position + rank * self.batch_size, self.batch_size, members * self.batch_size
+        if left < members:
+            return self.position, 0, 0
+        # The last round shares out what is left: sizes differ by one at most.
+        each, more = divmod(int(left), members)
+        return self.position + rank * each + min(rank, more), each + (rank < more), int(left)
+
+    def _left(self, position: int) -> float:
+        """Return the number of samples from a position to the end of the last pass."""
+        return math.inf if self.passes is None else self.passes * self.length - position
 
     def state_dict(self) -> dict[str, int]:
         """Return what a new member takes over."""
@@ -126,16 +136,24 @@ class ElasticSampler:
     def _adopt(self, epoch: Epoch) -> None:
         ids, me = epoch.ids(), self._seat.me.id
         target = epoch.position - epoch.reserved * len(epoch.new)
-        if me in epoch.new:
+        if me != self._me:
+            # It has come in again: what it was given before counts for nobody.
+            self._me, self._stride = me, None
             self._owed.clear()
-            if epoch.reserved:
-                self._owed.append(target + epoch.new.index(me) * epoch.reserved)
+        if me in epoch.new:
+            begin = target + epoch.new.index(me) * epoch.reserved
+            size = int(min(epoch.reserved, self._left(begin)))
+            # If the epoch breaks before all have met, the next one reserves nothing: this batch is still its own.
+            if size > 0:
+                self._owed.append((begin, size))
         elif self._stride is not None:
             # Others have drawn for a round of the old epoch, which this member has not: its batch is still its own.
-            rank, members = self._stride
             while self.position < target:
-                self._owed.append(self.position + rank * self.batch_size)
-                self.position += members * self.batch_size
+                begin, size, of_all = self._share(*self._stride)
+                if not of_all:
+                    break
+                self._owed.append((begin, size))
+                self.position += of_all
         self.position = epoch.position
         self._stride = (ids.index(me), len(ids))
 
