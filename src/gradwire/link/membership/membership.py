@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from types import FrameType, TracebackType
+from typing import Any
 
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.method import is_number, is_whole, require
@@ -30,6 +31,8 @@ class Membership(Party):
 
     It is a context manager, at whose end the worker leaves.
     """
+
+    _handlers: tuple[_Leaves, ...] = ()
 
     @property
     def link_type(self) -> type[MembershipLink]:
@@ -69,7 +72,8 @@ class Membership(Party):
     def leave(self) -> None:
         """Leave after the current round, or the next one if none is under way: go on until :attr:`left` is true.
 
-        The round is finished, and what this worker has not sent yet is handed to another one.
+        The round is finished, and what this worker has not sent yet is handed to another one. While it waits to be
+        taken in, it stops waiting: what waits raises :class:`gradwire.LeftOutError`.
         """
         self.seat.leaving = True
 
@@ -86,6 +90,8 @@ class Membership(Party):
 
     def close(self) -> None:
         """Leave at once, unless this worker has left already, and close all connections."""
+        for handler in self._handlers:
+            handler.end()
         link = self.link
         if link is not None:
             link.depart()
@@ -124,6 +130,8 @@ def join(
         with gw.join("10.0.0.1:29400", secret=...) as membership:
             link = gw.Link(model.named_parameters(), "terngrad", group=membership, optimizer=optimizer)
             for batch in batches:
+                if membership.left:
+                    break
                 optimizer.zero_grad()
                 loss(model, batch).backward()
                 try:
@@ -131,8 +139,6 @@ def join(
                 except gw.LeftOutError:
                     continue
                 optimizer.step()
-                if membership.left:
-                    break
 
     Args:
         address: Address of ``gradwire coordinate``, such as ``"10.0.0.1:29400"``; by default the variable
@@ -157,7 +163,8 @@ def join(
         keyed: True: every message between members carries a digest under the secret (BLAKE2b), so that one that
             somebody else sent or altered is refused. False, where the network is private: checksums alone, which
             detect accidents. All members must have the same.
-        signals: Signals that call :meth:`Membership.leave`; they are handled only if this is the main thread.
+        signals: Signals that call :meth:`Membership.leave`, the first time and until the membership is closed; they are
+            handled only if this is the main thread.
 
     Raises:
         HyperparameterError: a value is wrong, or the address or the secret is missing.
@@ -180,20 +187,34 @@ def join(
     board = Board(host, port, secret, patience_s)
     made = Membership(board, name=name, least=least, quorum=rule, keyed=keyed, **times)
     if threading.current_thread() is threading.main_thread():
-        for number in signals:
-            _leave_on(made, number)
+        made._handlers = tuple(_Leaves(made, number) for number in signals)
     return made
 
 
-def _leave_on(membership: Membership, number: signal.Signals) -> None:
-    """Leave when a signal comes; a second one does what it did before."""
-    before = signal.getsignal(number)
-    held = weakref.ref(membership)
+class _Leaves:
+    """Lets a membership leave when a signal comes. A second signal, and one after its end, does what it did before."""
 
-    def leave(got: int, frame: FrameType | None) -> None:
-        signal.signal(number, before if before is not None else signal.SIG_DFL)
-        found = held()
-        if found is not None:
-            found.leave()
+    def __init__(self, membership: Membership, number: signal.Signals) -> None:
+        self.number, self.before, self.ended = number, signal.getsignal(number), False
+        self._held = weakref.ref(membership)
+        signal.signal(number, self)
 
-    signal.signal(number, leave)
+    def __call__(self, got: int, frame: FrameType | None) -> None:
+        had_ended, membership = self.ended, self._held()
+        before = self.end()
+        if had_ended or membership is None:
+            signal.raise_signal(self.number)
+            return
+        membership.leave()
+        if isinstance(before, _Leaves):
+            # A process may belong to several trainings.
+            before(got, frame)
+
+    def end(self) -> Any:
+        """Handle no further signal; return what handles it from now on."""
+        self.ended, before = True, self.before
+        while isinstance(before, _Leaves) and before.ended:
+            before = before.before
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(self.number) is self:
+            signal.signal(self.number, signal.SIG_DFL if before is None else before)
+        return before

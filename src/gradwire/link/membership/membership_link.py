@@ -55,6 +55,7 @@ class MembershipLink(WatchingLink):
         HyperparameterError, BackendError: as for :class:`Link`.
         IncompatibleError: the method cannot follow members that come and go, or what another member has does not suit.
         ExchangeError: nobody took this worker in.
+        LeftOutError: this worker was told to leave before it was taken in.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class MembershipLink(WatchingLink):
         with self._lock:
             # A member that takes this one in may be stopped meanwhile.
             self._watch()
-            self._come_in()
+            if not self._come_in():
+                raise LeftOutError(f"this worker ({self._seat.me.name}) was told to leave before it was taken in")
 
     def _checked(self) -> str:
         """Check what the user asked for; return the digest of what all members must have in common."""
@@ -119,13 +121,9 @@ class MembershipLink(WatchingLink):
                 self._run(self._seat.round())
                 self._be_seen()
             except p.LeftOut:
-                self._come_again()
+                told = self._come_again()
                 if not self.method.traits.local_steps:
-                    raise LeftOutError(
-                        f"the others went on without this worker ({self._seat.me.name}), and have taken it in again in "
-                        f"epoch {self._seat.current.number} at round {self._seat.rounds}: its parameters are theirs "
-                        "now; compute the gradient again"
-                    ) from None
+                    raise LeftOutError(told) from None
                 return []
             # Samples for the next round have not been drawn yet.
             self._seat.reserve, self._applied = 0, False
@@ -170,33 +168,41 @@ class MembershipLink(WatchingLink):
 
     # ------------------------------------------------------------------ coming in
 
-    def _come_in(self) -> None:
-        while True:
+    def _come_in(self) -> bool:
+        """Become a member; return False if this worker was told to leave before it was named."""
+        while not self._seat.leaving:
             try:
                 self._bring()
                 self._run(self._seat.enter())
                 self._drop_brought()
-                return
+                return True
             except p.LeftOut:
                 self._tell_left_out()
                 self._drop_brought()
                 self._seat.again()
+        self._seat.left = True
+        self._hang_up("left the training")
+        return False
 
-    def _come_again(self) -> None:
-        """Come in as a new member, after the others went on without this one."""
+    def _come_again(self) -> str:
+        """Come in as a new member, after the others went on without this one, or leave; return what has happened."""
         if self._seat.leaving:
             self._seat.left = True
             self._hang_up("left the training")
-            raise LeftOutError(
-                "this worker has left the training, in which the others' round broke: it applies nothing"
-            )
+            return "this worker has left the training, in which the others' round broke: it applies nothing"
         self._party.counts["left_out"] += 1
         self._tell_left_out()
         self._problem, self._in_flight = None, False
         self._hang_up("comes again")
         self._drop_preparation()
         self._seat.again()
-        self._come_in()
+        if not self._come_in():
+            return "the others went on without this worker, and it was told to leave before it was in again"
+        return (
+            f"the others went on without this worker ({self._seat.me.name}), and have taken it in again in epoch "
+            f"{self._seat.current.number} at round {self._seat.rounds}: its parameters are theirs now; compute the "
+            "gradient again"
+        )
 
     def _tell_left_out(self) -> None:
         epoch = self._seat.epoch

@@ -150,10 +150,17 @@ class Party:
 
         The optimizer that was given to the link, and a sampler, are carried anyway.
 
+        Call it before the link is made.
+
         Args:
             things: Objects with ``state_dict()`` and ``load_state_dict()``, whose states hold numbers, strings,
                 tensors, lists, tuples and dicts.
+
+        Raises:
+            IncompatibleError: the link has been made, which has told others what is carried.
         """
+        if self._link is not None:
+            raise IncompatibleError(f"{', '.join(things)}: call carry(), and make samplers, before the link is made")
         self.carried.update(things)
 
     def carried_state(self) -> dict[str, Any]:

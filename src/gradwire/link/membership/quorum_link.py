@@ -54,6 +54,7 @@ class QuorumLink(MembershipLink):
         self._nudge = threading.Event()
         self._going: p.Steps[None] | None = None
         self._over: Exception | None = None
+        self._left_in_step = False
         self._deferred: Any = None
         self._rolled: tuple[Presence, ...] = ()
         self._rolled_of: tuple[Member, ...] = ()
@@ -133,12 +134,20 @@ class QuorumLink(MembershipLink):
         """Let the next roll call come at once."""
         self._nudge.set()
 
-    def refuse_if_over(self) -> None:
-        """Raise if this worker takes no further round."""
+    def goes_on(self) -> bool:
+        """Return True if this worker takes further rounds, and False in the step in which the others went without it.
+
+        Raises:
+            GradwireError: it takes none.
+        """
+        if self._left_in_step:
+            self._left_in_step = False
+            return False
         if self._over is not None:
             raise self._over
         if not self.close.alive:
             raise ExchangeError("this worker has left the training: look at membership.left after every step")
+        return True
 
     # ------------------------------------------------------------------ the thread that takes rounds
 
@@ -212,7 +221,10 @@ class QuorumLink(MembershipLink):
         except GradwireError as error:
             self._over = error
             return
-        if waits:
+        if self._seat.left:
+            # The step that runs now shall end as that of one that has contributed.
+            self._left_in_step = True
+        elif waits:
             self.take_over()
 
     def _end(self) -> None:

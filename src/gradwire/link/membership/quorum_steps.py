@@ -27,8 +27,8 @@ WAKE_S = 1.0
 class TakesRounds(Protocol):
     """The link of such a member, as its local steps see it."""
 
-    def refuse_if_over(self) -> None:
-        """Raise if no further round is taken."""
+    def goes_on(self) -> bool:
+        """Return False in the step in which this worker has left without a last round; raise in later ones."""
 
     def nudge(self) -> None:
         """Let the next roll call come at once."""
@@ -121,7 +121,8 @@ class QuorumSteps(LocalSteps):
         link, turn = cast(TakesRounds, self._link()), self.turn
         turn.after_step()
         self._runtime.count(sum(p.numel() for p in self._named.values()))
-        link.refuse_if_over()
+        if not link.goes_on():
+            return
         with turn.changed:
             turn.steps += 1
         if turn.replaced:
@@ -134,7 +135,8 @@ class QuorumSteps(LocalSteps):
     def synchronise(self) -> None:
         """Contribute what there is to the next round, and take over the global parameters."""
         link = cast(TakesRounds, self._link())
-        link.refuse_if_over()
+        if not link.goes_on():
+            return
         if self.turn.steps and not self.turn.replaced:
             self._contribute(link, full=True)
         else:
@@ -154,7 +156,8 @@ class QuorumSteps(LocalSteps):
             turn.ready = Presence(turn.samples or float(turn.steps), full)
             link.nudge()
             while turn.ready is not None:
-                link.refuse_if_over()
+                if not link.goes_on():
+                    return
                 turn.changed.wait(WAKE_S)
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:

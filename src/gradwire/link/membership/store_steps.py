@@ -13,7 +13,7 @@ from gradwire.link.membership.epoch_group import LOOK_S, EpochGroup
 from gradwire.link.membership.preparation import candidate_of
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request
 from gradwire.link.membership.serving_link import ServingLink
-from gradwire.link.membership.steps import FIRST, candidate_key, epoch_key, invited_key, report_key
+from gradwire.link.membership.steps import FIRST, LeftOut, candidate_key, epoch_key, invited_key, report_key
 
 POLL_S = 0.02
 """Time between two looks for a record that is waited for."""
@@ -113,6 +113,7 @@ class StoreSteps(ServingLink):
             told = board.get_all([key, invited], Epoch, each=True)
             if key in told:
                 return told[key]
+            self._heed_leave()
             self._prepare(told.get(invited))
             # Once it is connected to the others, it is named soon, and then they wait for it.
             is_near = self._preparation is not None and self._preparation.is_whole()
@@ -128,12 +129,18 @@ class StoreSteps(ServingLink):
             "option or parameter (their logs say so)"
         )
 
+    def _heed_leave(self) -> None:
+        """Wait no longer to be named if this worker was told to leave."""
+        if self._seat.leaving:
+            raise LeftOut
+
     def _founders(self) -> tuple[Member, ...]:
         board, end_s = self._party.board, time.monotonic() + self._party.patience_s
         while board.get(FIRST, Epoch) is None:
             asked = self._requests()
             if len(asked) >= self._party.least:
                 return asked
+            self._heed_leave()
             if time.monotonic() > end_s:
                 raise ExchangeError(
                     f"{len(asked)} workers came within {self._party.patience_s:.0f} s, and {self._party.least} are "

@@ -65,6 +65,8 @@ class WatchingLink(StoreSteps):
     def settle(self) -> None:
         """Agree with the others on who is there, if that has changed; call it before samples are drawn for a round."""
         with self._lock:
+            if self._seat.left:
+                return
             group = self._epoch_group
             if group is not None:
                 # Every step would wait for a store at the end of a long link, which a thread asks often enough.

@@ -1,0 +1,192 @@
+"""A worker that is told to leave does, wherever it stands: while it waits, while it is left out, in its local steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from types import FrameType
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire as gw
+from crew import Crew, Worker, crew
+
+pytestmark = pytest.mark.ranks
+
+
+def join(workers: Crew, name: str = "a", **more: float) -> gw.Membership:
+    return gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret, name=name, **more)  # type: ignore[arg-type]
+
+
+def link_on(membership: gw.Membership, method: str = "terngrad") -> tuple[gw.Link, nn.Parameter]:
+    parameter = nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    return gw.Link([("weight", parameter)], method, group=membership, optimizer=optimizer, min_numel=0), parameter
+
+
+# ---------------------------------------------------------------------- while it waits
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_worker_that_waits_to_be_taken_in_leaves_when_it_is_told(least: int) -> None:
+    # Its time to wait is far longer than a test may take: for members that never name it, or for another founder.
+    with crew() as workers:
+        goes_on = workers.start("b", take_rounds_until_told) if least == 1 else None
+        if goes_on is not None:
+            goes_on.reach(1)
+        with join(workers, least=least, patience_s=1000.0) as membership:
+            threading.Timer(0.5, membership.leave).start()
+            if goes_on is not None:
+                goes_on.signal(signal.SIGSTOP)
+            with pytest.raises(gw.LeftOutError, match="told to leave before it was taken in"):
+                link_on(membership)
+            assert membership.left
+            if goes_on is not None:
+                goes_on.signal(signal.SIGCONT)
+        if goes_on is not None:
+            goes_on.tell("end")
+            assert goes_on.end()
+
+
+def take_rounds_until_told(address: str, secret: str, name: str, pipe: Connection) -> bool:
+    parameter = nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with gw.join(address, secret=secret, name=name, silence_s=60.0) as membership:
+        link = gw.Link([("weight", parameter)], "terngrad", group=membership, optimizer=optimizer, min_numel=0)
+        while not pipe.poll():
+            parameter.grad = torch.ones(64)
+            try:
+                link.reduce_()
+            except gw.LeftOutError:
+                continue
+            optimizer.step()
+            pipe.send(("step", link.round, 0))
+            time.sleep(0.02)
+    return True
+
+
+def leave_while_stopped(
+    address: str, secret: str, name: str, pipe: Connection, spec: str, quorum: int | None
+) -> object:
+    """Train; c is stopped by the test, told to leave meanwhile, and left out by the others."""
+    parameter = nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    rule = {} if quorum is None else {"quorum": quorum, "late_s": 0.03, "staleness": 50}
+    with gw.join(address, secret=secret, name=name, least=3, silence_s=2.0, **rule) as membership:  # type: ignore[arg-type]
+        link = gw.Link([("weight", parameter)], spec, group=membership, optimizer=optimizer, min_numel=0)
+        local, raised = bool(link.method.traits.local_steps), False
+        while not membership.left and not pipe.poll():
+            parameter.grad = torch.ones(64)
+            if not local:
+                try:
+                    link.reduce_()
+                except gw.LeftOutError:
+                    raised = True
+                    continue
+            optimizer.step()
+            pipe.send(("step", link.round, 0))
+            time.sleep(0.02)
+        return {"left": membership.left, "raised": raised, "left_out": membership.counts["left_out"]}
+
+
+@pytest.mark.parametrize(
+    ("spec", "quorum"),
+    [("terngrad", None), ("DiLoCo(every=3, inner=EDEN(bits=4))", None), ("DiLoCo(every=3, inner=EDEN(bits=4))", 2)],
+)
+def test_a_worker_that_was_told_to_leave_and_is_left_out_has_left(spec: str, quorum: int | None) -> None:
+    with crew() as workers:
+        a, b, c = (workers.start(name, leave_while_stopped, spec, quorum) for name in "abc")
+        c.reach(3)
+        c.signal(signal.SIGSTOP)
+        # The others go on without it.
+        a.reach(max(c.steps) + 8)
+        c.signal(signal.SIGTERM)
+        c.signal(signal.SIGCONT)
+        # It ends by its own loop: an exception out of its optimizer's step would have been told here.
+        assert c.end() == {"left": True, "raised": spec == "terngrad", "left_out": 0}
+        ends(a, b)
+
+
+def ends(*workers: Worker) -> None:
+    for worker in workers:
+        worker.tell("end")
+    assert all(worker.end() for worker in workers)
+
+
+# ---------------------------------------------------------------------- signals
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """What a handler of the program's own has heard."""
+    found: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        found.append(number)
+
+    before = signal.signal(signal.SIGUSR1, hear)
+    yield found
+    signal.signal(signal.SIGUSR1, before)
+
+
+def tell() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_the_first_signal_lets_a_worker_leave_and_later_ones_do_what_they_did(heard: list[int]) -> None:
+    with crew() as workers, join(workers, signals=[signal.SIGUSR1]) as membership:  # type: ignore[arg-type]
+        tell()
+        assert (membership.seat.leaving, heard) == (True, [])
+        tell()
+        assert heard == [signal.SIGUSR1]
+
+
+def test_a_signal_after_the_membership_has_ended_does_what_it_did_before(heard: list[int]) -> None:
+    with crew() as workers:
+        with join(workers, signals=[signal.SIGUSR1]) as membership:  # type: ignore[arg-type]
+            pass
+        tell()
+        assert (membership.seat.leaving, heard) == (False, [signal.SIGUSR1])
+
+
+def test_a_membership_that_a_thread_has_closed_swallows_no_signal(heard: list[int]) -> None:
+    with crew() as workers:
+        membership = join(workers, signals=[signal.SIGUSR1])  # type: ignore[arg-type]
+        closing = threading.Thread(target=membership.close)
+        closing.start()
+        closing.join()
+        tell()
+        assert (membership.seat.leaving, heard) == (False, [signal.SIGUSR1])
+
+
+@pytest.mark.parametrize("first_ends", [False, True])
+def test_a_signal_reaches_all_memberships_of_a_process(first_ends: bool, heard: list[int]) -> None:
+    with crew() as workers, crew() as others:
+        first = join(workers, signals=[signal.SIGUSR1])  # type: ignore[arg-type]
+        with join(others, signals=[signal.SIGUSR1]) as second:  # type: ignore[arg-type]
+            if first_ends:
+                first.close()
+            tell()
+            assert (first.seat.leaving, second.seat.leaving, heard) == (not first_ends, True, [])
+        tell()
+        assert heard == [signal.SIGUSR1]
+        first.close()
+
+
+# ---------------------------------------------------------------------- what is carried
+
+
+def test_what_newcomers_take_over_is_told_before_the_link_is_made() -> None:
+    with crew() as workers, join(workers) as membership:
+        membership.carry(before=nn.BatchNorm1d(3))
+        link_on(membership)
+        with pytest.raises(gw.IncompatibleError, match=r"after: call carry\(\), and make samplers, before the link"):
+            membership.carry(after=nn.BatchNorm1d(3))
+        with pytest.raises(gw.IncompatibleError, match="sampler: call"):
+            gw.ElasticSampler(100, membership, 4)
