@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+import socket
 import time
 import weakref
 import zlib
@@ -202,6 +203,35 @@ def test_without_the_member_that_has_its_own_the_newcomer_learns_that_state_is_l
         StateFetch([("127.0.0.1", 9)], KEY).run()
 
 
+def test_strangers_that_hold_connections_keep_no_newcomer_out() -> None:
+    servers = serve(state())
+    held = [socket.create_connection(addresses(servers)[0]) for _ in range(3 * state_server.MOST_UNPROVEN)]
+    # One that has to make room by chance comes again, as newcomers do.
+    for _ in range(50):
+        with contextlib.suppress(gw.ExchangeError):
+            assert equal(StateFetch(addresses(servers), KEY).run().state(), state())
+            break
+    else:
+        pytest.fail("no newcomer came in")
+    for made in held:
+        made.close()
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_server, "HANDSHAKE_S", 0.2)
+    (server,) = serve(state())
+    with socket.create_connection((server.host, server.port)) as made:
+        # Each byte comes in time, and all of them never do.
+        for _ in range(len(state_server.MAGIC) + state_server.NONCE_BYTES - 1):
+            try:
+                made.sendall(b"g")
+            except OSError:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the server still listens")
+
+
 def test_neither_side_believes_one_that_does_not_know_the_secret() -> None:
     servers = serve(state(size=100), key=KEY[::-1])
     with pytest.raises((gw.ExchangeError, gw.PayloadError)):
@@ -267,6 +297,12 @@ def train(address: str, secret: str, name: str, pipe: Connection, spec: str, lea
         from gradwire.link.membership import snapshot
 
         snapshot.decode_piece = slow
+    if more.get("is_kept_away"):
+        # As by strangers that hold all connections of the members' servers.
+        def refused(*args: Any) -> Any:
+            raise gw.ExchangeError("the member that has the state cannot be reached")
+
+        StateFetch.run = refused  # type: ignore[method-assign]
     membership = gw.join(address, secret=secret, name=name, least=least, silence_s=30.0, grace_s=3.0)
     with membership:
         link = gw.Link(module.named_parameters(), spec, group=membership, optimizer=optimizer)
@@ -320,6 +356,22 @@ def test_members_go_on_while_a_newcomer_takes_their_state(spec: str) -> None:
             assert of_c["steps_replayed"] > 0
             # When it met the others it had parameters and momentum to the last bit.
             assert of_c["state_reused_bytes"] > 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("spec", ["terngrad", "DiLoCo(every=4, inner=EDEN(bits=4))"])
+def test_a_newcomer_that_is_kept_away_from_the_servers_takes_state_from_one_member(spec: str) -> None:
+    with crew() as workers:
+        a, b = (workers.start(name, train, spec, 2, {}) for name in "ab")
+        a.reach(3)
+        c = workers.start("c", train, spec, 1, {"is_kept_away": True})
+        c.reach(0)
+        begun = min(c.steps)
+        c.reach(begun + 4)
+        a.reach(begun + 4)
+        of_a, _, of_c = ended(a, b, c)
+        assert (of_a["joined"], of_a["lost"], of_a["digests_differed"], of_a["epochs"]) == (1, 0, 0, 2)
+        assert of_c["state_received_bytes"] == 0
 
 
 def two_and_a_slow_newcomer(workers: Crew, slow_s: float) -> tuple[Worker, Worker, Worker]:

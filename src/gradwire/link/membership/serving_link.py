@@ -26,6 +26,7 @@ from gradwire.link.membership.snapshot import Snapshot
 from gradwire.link.membership.state_fetch import Address, StateFetch
 from gradwire.link.membership.state_server import ENTRY, StateConnection, StateServer, served_key
 from gradwire.link.membership.steps import FIRST, Serve, offer_key, told_key
+from gradwire.link.membership.transfer import receive_state, send_state
 from gradwire.link.parameters import named_parameters
 
 LARGE_BYTES = 1 << 20
@@ -143,7 +144,7 @@ class ServingLink(PassingLink):
         """Ask for state, and return the offer of the first member; None if there is none after a time."""
         board, me = self._party.board, self._seat.me
         end_s = time.monotonic() + self._party.patience_s / 2
-        while time.monotonic() < end_s:
+        while time.monotonic() < end_s and not self._seat.leaving:
             board.ask(Request(me, self._terms, state=True))
             found = board.get(told_key(me.id), Offer)
             if found is not None:
@@ -231,14 +232,18 @@ class ServingLink(PassingLink):
             raise RuntimeError(f"state cannot be served: {error}") from error
         try:
             told = f"{server.host} {server.port}".encode().ljust(ADDRESS_BYTES)
-            newcomers = [place for place, id in enumerate(places) if id in new]
+            newcomers, without = [place for place, id in enumerate(places) if id in new], []
             for place in newcomers:
                 group.send(place, torch.frombuffer(bytearray(told), dtype=torch.uint8))
             for place in newcomers:
                 # It has all that it needs: the state may change.
-                group.receive(place, torch.empty(1, dtype=torch.uint8))
+                group.receive(place, has_all := torch.empty(1, dtype=torch.uint8))
+                without += [] if has_all.item() else [place]
         finally:
             server.close()
+        if group.place == members[0]:
+            for place in without:
+                send_state(group, place, self._state_for_others(), self._key(epoch))
         return None
 
     def _take_from(self, group: EpochGroup, members: Sequence[int], epoch: Epoch) -> Any:
@@ -256,11 +261,15 @@ class ServingLink(PassingLink):
             key, parts = self._served_key(), self._brought.state()
             parts |= {name: part for name, part in self._state_for_others().items() if name != "link"}
             have = Snapshot.of(parts, copied=False).digests(key)
-        found = self._fetched(addresses, have=have, kept=self._brought if self._own_parts() else None)
+        found: Snapshot | None = None
+        try:
+            found = self._fetched(addresses, have=have, kept=self._brought if self._own_parts() else None)
+        except (ExchangeError, PayloadError) as error:
+            # Others may keep it away from the servers, whom the members' own connections do not let in.
+            logging.getLogger("gradwire").info("no state from the members' servers, it comes from one: %s", error)
         for place in members:
-            group.send(place, torch.ones(1, dtype=torch.uint8))
-        # If the members do not all meet now, it begins with this.
-        return found.state()
+            group.send(place, torch.tensor([found is not None], dtype=torch.uint8))
+        return receive_state(group, members[0], self._key(epoch)) if found is None else found.state()
 
     def _warm_up_state(self) -> None:
         """Compile the code of state before anybody waits for it."""

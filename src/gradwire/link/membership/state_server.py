@@ -33,10 +33,13 @@ REQUEST, LENGTH = struct.Struct(">BI"), struct.Struct(">I")
 TABLE, PIECE, ENTRY = 1, 2, 3
 
 HANDSHAKE_S = 5.0
+"""Time that a connection has for its proofs, all together."""
+
 IDLE_S = 30.0
 """Time without a request after which a server closes a connection, and ends if it was the last."""
 
-MOST_CONNECTIONS = 16
+MOST_CONNECTIONS, MOST_UNPROVEN = 16, 32
+"""Largest numbers of connections with a proof, and of those that have not given theirs yet."""
 
 
 class Log(Protocol):
@@ -59,8 +62,11 @@ def proof(key: bytes, who: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, b"gradwire " + who + b"\0" + nonces, "sha256")
 
 
-def receive(made: socket.socket, size: int) -> bytes:
+def receive(made: socket.socket, size: int, end_s: float | None = None) -> bytes:
     """Return so many bytes from a connection.
+
+    Args:
+        end_s: When all of them must be there, by ``time.monotonic``; None: no part may take longer than the timeout.
 
     Raises:
         OSError: it has ended, or took too long.
@@ -68,6 +74,11 @@ def receive(made: socket.socket, size: int) -> bytes:
     found = bytearray(size)
     view, at = memoryview(found), 0
     while at < size:
+        if end_s is not None:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise OSError("the connection takes too long")
+            made.settimeout(left_s)
         part = made.recv_into(view[at:])
         if not part:
             raise OSError("the connection has ended")
@@ -103,6 +114,7 @@ class StateServer:
         self._listener.settimeout(1.0)
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._unproven: set[socket.socket] = set()
         self._table: bytes | None = None
         self._asked_s = time.monotonic()
         self.alive = True
@@ -112,7 +124,7 @@ class StateServer:
         """End all connections."""
         self.alive = False
         with self._lock:
-            for made in (self._listener, *self._connections):
+            for made in (self._listener, *self._connections, *self._unproven):
                 with contextlib.suppress(OSError):
                     made.shutdown(socket.SHUT_RDWR)
         if self._log is not None:
@@ -130,13 +142,12 @@ class StateServer:
                 except OSError:
                     break
                 with self._lock:
-                    full = len(self._connections) >= MOST_CONNECTIONS
-                    if not full:
-                        self._connections.add(made)
-                if full:
-                    made.close()
-                else:
-                    threading.Thread(target=self._serve, args=(made,), name="gradwire state", daemon=True).start()
+                    if len(self._unproven) >= MOST_UNPROVEN:
+                        # Strangers shall keep no newcomer out: any of those that wait makes room, and comes again.
+                        with contextlib.suppress(OSError):
+                            secrets.choice(list(self._unproven)).shutdown(socket.SHUT_RDWR)
+                    self._unproven.add(made)
+                threading.Thread(target=self._serve, args=(made,), name="gradwire state", daemon=True).start()
         finally:
             self.alive = False
             self._listener.close()
@@ -147,14 +158,16 @@ class StateServer:
 
     def _serve(self, made: socket.socket) -> None:
         with contextlib.suppress(OSError), self._closing(made):
+            end_s = time.monotonic() + HANDSHAKE_S
             made.settimeout(HANDSHAKE_S)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = receive(made, len(MAGIC) + NONCE_BYTES)
+            hello = receive(made, len(MAGIC) + NONCE_BYTES, end_s)
             theirs, ours = hello[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
             if hello[: len(MAGIC)] != MAGIC:
                 return
             made.sendall(ours)
-            if not hmac.compare_digest(receive(made, PROOF_BYTES), proof(self._key, b"newcomer", theirs + ours)):
+            told = receive(made, PROOF_BYTES, end_s)
+            if not hmac.compare_digest(told, proof(self._key, b"newcomer", theirs + ours)) or not self._admits(made):
                 return
             made.sendall(proof(self._key, b"member", theirs + ours))
             made.settimeout(IDLE_S)
@@ -168,6 +181,15 @@ class StateServer:
                 made.sendall(answer)
                 self._asked_s = time.monotonic()
 
+    def _admits(self, made: socket.socket) -> bool:
+        """Count a connection with a proof, unless there are too many."""
+        with self._lock:
+            self._unproven.discard(made)
+            admitted = len(self._connections) < MOST_CONNECTIONS
+            if admitted:
+                self._connections.add(made)
+        return admitted
+
     @contextlib.contextmanager
     def _closing(self, made: socket.socket) -> Iterator[None]:
         try:
@@ -175,6 +197,7 @@ class StateServer:
         finally:
             with self._lock:
                 self._connections.discard(made)
+                self._unproven.discard(made)
             made.close()
 
     def _answer(self, kind: int, number: int) -> bytes | None:
