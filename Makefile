@@ -33,16 +33,20 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# Pip would compile modules one after the other, on one core. What has templates in place of modules does not compile.
+define install
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[$(1)]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call install,dev)
 	touch $@ $(DEMO)
 
 $(DEMO): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cli]'
+	$(call install,cli)
 	touch $@
 
 # Needs the command line alone, a tenth of what the tests install.

@@ -66,7 +66,7 @@ def run_until(what: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("what", ["killed", "stopped"])
 def test_a_rank_that_vanishes_is_named_with_the_bucket(what: str) -> None:
-    with fresh_ranks(3, group_timeout_s=10) as ranks:
+    with fresh_ranks(3, group_timeout_s=6) as ranks:
         ranks.start(run_until, what)
         if what == "stopped":
             # A stopped rank never answers: wait for the others alone, then let it go.
