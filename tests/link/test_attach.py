@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.exchange.planning import Options
 from gradwire.link.adapters import ddp as adapter
+from gradwire.link.checks import caution_about_unused
+from gradwire.link.failures import WarnOnce
 
 OPTIONS: dict[str, Any] = {
     "lanes": 3,
@@ -43,6 +45,7 @@ class FakeLink:
 
     def __init__(self, parameters: Any, method: Any, **options: Any) -> None:
         self.rank, self.world_size, self.method = 1, 4, gw.method(method)
+        self._runtime = SimpleNamespace(warnings=WarnOnce())
         self.buckets: list[tuple[int, list[str], int, bool]] = []
         FakeLink.built = [name for name, _ in parameters], method, options
 
@@ -119,6 +122,37 @@ def test_buffers_are_counted_as_their_broadcast_sends_them(module: DistributedDa
         module(torch.randn(8, 4)).sum().backward()
     # The first of these forwards still follows one that synchronised.
     assert link.buffer_bytes() == 3 * size
+
+
+def test_a_module_that_leaves_out_hooks_of_unused_buckets_is_refused(module: DistributedDataParallel) -> None:
+    # Some versions of torch take it as an argument.
+    module.skip_all_reduce_unused_params = True
+    with pytest.raises(gw.IncompatibleError, match="skip_all_reduce_unused_params=True"):
+        gw.attach(module, "terngrad")
+
+
+@pytest.mark.parametrize(
+    ("method", "is_warned"),
+    [
+        ("terngrad", False),
+        ("diana", False),
+        ("errorfeedback", True),
+        ("dgc", True),
+        ("powersgd", True),
+        ("DiLoCo(every=4, inner=ErrorFeedback())", False),
+    ],
+)
+@pytest.mark.parametrize("finds", [False, True])
+def test_a_residual_beside_unused_parameters_is_warned_of(
+    module: DistributedDataParallel, method: str, is_warned: bool, finds: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    module.find_unused_parameters = finds
+    if method.startswith("DiLoCo"):
+        caution_about_unused(gw.method(method), WarnOnce())
+    else:
+        gw.attach(module, method)
+    warned = any(message.startswith("find_unused_parameters=True beside") for message in caplog.messages)
+    assert warned == (is_warned and finds)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8, 13])

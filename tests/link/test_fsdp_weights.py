@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
 from gradwire.errors import ExchangeError, IncompatibleError
@@ -180,6 +181,9 @@ def refused() -> list[str]:
     twice = sharded(flat)
     link = gw.compress_weights(twice)
     cases.append((twice, OPERATOR))
+    by_two = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(by_two[0], mesh=flat, reshard_after_forward=2)
+    cases.append((fully_shard(by_two, mesh=flat), OPERATOR))
     for module, operator in cases:
         try:
             gw.compress_weights(module, operator)
@@ -196,6 +200,7 @@ def test_what_cannot_be_is_refused_by_name(four_ranks: Ranks) -> None:
             "share_scaler=False",
             "an operator on one vector",
             "close that link",
+            "module '0' is resharded after forward over fewer ranks",
         )
         assert len(found) == len(words)
         assert all(word in sentence for word, sentence in zip(words, found))

@@ -121,6 +121,59 @@ def test_a_rate_that_no_step_could_have_is_refused(rate: float) -> None:
         link.reduce_(torch.ones(2, 87))
 
 
+class Relative(torch.optim.Optimizer):
+    """Computes the lengths of its steps itself and has no learning rate, as an Adafactor with relative steps."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=0.01)
+
+
+def test_a_method_that_needs_a_rate_refuses_a_parameter_without_one() -> None:
+    named = parameters()
+    optimizer = Relative([named["c"], named["a"], named["b"]])
+    link = gw.SimulatedLink(named.items(), Told(), 2, optimizer=optimizer, min_numel=0)
+    with pytest.raises(gw.IncompatibleError, match=r"parameter 'c' has no learning rate.* in Relative has lr=None"):
+        link.reduce_(torch.ones(2, 87))
+
+
+def test_parameters_of_others_need_no_rate() -> None:
+    named = parameters()
+    optimizer = grouped(named)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "lr": 0.0})
+    optimizer.param_groups[-1]["lr"] = None
+    link = gw.SimulatedLink(named.items(), Told(), 2, optimizer=optimizer, min_numel=0)
+    SEEN.clear()
+    link.reduce_(torch.ones(2, 87))
+    assert [rates for _, rates in SEEN] == [EXPECTED[0]] * 2
+
+
+def directed(spec: str, is_given: bool) -> float:
+    """Train two steps by a direction, and an optimizer that has no rate."""
+    w = nn.Parameter(torch.full((40,), 0.5))
+    optimizer = Relative([w])
+    link = gw.Link([("w", w)], spec, optimizer=optimizer if is_given else None, min_numel=0)
+    for _ in range(2):
+        w.grad = torch.ones(40)
+        link.reduce_()
+        optimizer.step()
+    link.close()
+    return float(w.detach().max())
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.ranks
+def test_a_direction_needs_no_rate(three_ranks: Ranks, is_given: bool) -> None:
+    for spec in ("signsgd", "signum"):
+        for found in three_ranks(directed, spec, is_given):
+            assert found == pytest.approx(0.48)
+
+
 def test_joined_parameters_are_known_one_by_one() -> None:
     named = parameters()
     PARTS.clear()

@@ -97,12 +97,15 @@ def caution_about_rate(
     Each element of a direction has magnitude about 1, so that a step moves each parameter by the learning rate, however
     small its gradient. Training diverges if that is a large share of the parameter itself.
 
+    Groups without a rate, such as those of an Adafactor that computes its steps itself, are not checked.
+
     Args:
         compressed: As for :func:`caution_about`.
     """
     if optimizer is None or not method.traits.direction:
         return
-    rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    rated = [group for group in optimizer.param_groups if group.get("lr") is not None]
+    rates = {id(p): float(group["lr"]) for group in rated for p in group["params"]}
     stepped = [(name, p, rates[id(p)]) for name, p in compressed.items() if id(p) in rates and p.numel() > 1]
     for name, parameter, rate in stepped:
         size = float(parameter.detach().norm()) / math.sqrt(parameter.numel())
@@ -115,6 +118,21 @@ def caution_about_rate(
                 f"Try a learning rate of {USUAL_STEP * size:.1g}, or EDEN(bits=4), which works with {rate:.2g}.",
             )
             return
+
+
+def caution_about_unused(method: Method, warnings: WarnOnce) -> None:
+    """Warn that what waits for a parameter is lost in steps in which no rank uses it.
+
+    DDP calls the hook with zeros for such a parameter, and drops what the hook returns.
+    """
+    traits = method.traits
+    if traits.waiting in traits.remembers and not traits.local_steps:
+        warnings.once(
+            "unused parameters",
+            f"find_unused_parameters=True beside {method!r}, which sends later what it has not sent yet: in a step in "
+            "which no rank uses a parameter, DDP drops what is sent for it, and it is lost. Choose a method without a "
+            "residual, such as EDEN(bits=4), or exclude parameters that are often unused",
+        )
 
 
 def caution_alone(method: Method) -> str:

@@ -45,6 +45,54 @@ def on_any_step(
     return register(stepping).remove
 
 
+class _Updates:
+    """A scaler's ``update()`` that also calls functions of the links that count its calls.
+
+    All links of a scaler share one, so that each can end without regard to the others.
+
+    Args:
+        grad_scaler: The scaler.
+
+    Attributes:
+        calls: Called after each update, in this order.
+    """
+
+    def __init__(self, grad_scaler: Any) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self._update, self._replaced = grad_scaler.update, vars(grad_scaler).get("update")
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self._update(*arguments, **options)
+        for call in tuple(self.calls):
+            # The call before may have ended this one's link.
+            if call in self.calls:
+                call()
+
+    def remove(self, grad_scaler: Any) -> None:
+        """Give the scaler its former ``update()`` again, unless somebody else has replaced it since."""
+        if vars(grad_scaler).get("update") is not self:
+            return
+        if self._replaced is None:
+            del grad_scaler.update
+        else:
+            grad_scaler.update = self._replaced
+
+
+def on_updates(grad_scaler: Any, call: Callable[[], None]) -> Callable[[], None]:
+    """Call ``call`` after every ``update()`` of a scaler; return a function to end that."""
+    updates = vars(grad_scaler).get("update")
+    if not isinstance(updates, _Updates):
+        updates = grad_scaler.update = _Updates(grad_scaler)
+    updates.calls.append(call)
+
+    def end() -> None:
+        updates.calls.remove(call)
+        if not updates.calls:
+            updates.remove(grad_scaler)
+
+    return end
+
+
 class OptimizerSearch:
     """Finds optimizers that do not suit a link's method.
 
@@ -117,6 +165,7 @@ class LearningRates:
     """
 
     def __init__(self, method: Method, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._method = method
         self._optimizer = optimizer if method.traits.needs_learning_rates else None
         self._names = {id(p): name for name, p in parameters.items()}
 
@@ -127,15 +176,22 @@ class LearningRates:
             None if the method does not use them, or there is no optimizer.
 
         Raises:
-            IncompatibleError: one is negative or not finite.
+            IncompatibleError: one is negative or not finite, or a group with one of the parameters has none.
         """
         if self._optimizer is None:
             return None
         found: dict[str, float] = {}
         for group in self._optimizer.param_groups:
-            rate = float(group["lr"])
             ours = [name for p in group["params"] if (name := self._names.get(id(p))) is not None]
-            if ours and not 0 <= rate < math.inf:
+            if not ours:
+                continue
+            if group.get("lr") is None:
+                raise IncompatibleError(
+                    f"parameter {ours[0]!r} has no learning rate, which {self._method!r} uses: its group in "
+                    f"{type(self._optimizer).__name__} has lr=None; give it a rate, or use another optimizer"
+                )
+            rate = float(group["lr"])
+            if not 0 <= rate < math.inf:
                 raise IncompatibleError(
                     f"the learning rate of parameter {ours[0]!r} is {rate}: a finite number of at least 0 is needed"
                 )

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import refuse_scatter
+from gradwire.link.checks import caution_about_unused
 from gradwire.link.detached import DetachedLink
 from gradwire.link.link import Link
 from gradwire.link.parameters import check_steps_in_backward, plain_name
@@ -32,6 +33,8 @@ def attach_ddp(
         link.local.count_any_optimizer()
         link.local.buffers = [b for b in module.module.buffers() if b.is_floating_point()]
     _count_buffers(module, link)
+    if module.find_unused_parameters:
+        caution_about_unused(link.method, link._runtime.warnings)
     return link
 
 
@@ -74,6 +77,11 @@ def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> 
         )
     if module.mixed_precision is not None:
         raise IncompatibleError("DDP's mixed_precision takes the only hook; use torch.autocast instead")
+    if getattr(module, "skip_all_reduce_unused_params", False):
+        raise IncompatibleError(
+            "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that no rank uses, and a "
+            "round would not begin or end; wrap the module without it"
+        )
     if getattr(module, "_use_python_reducer", False):
         raise IncompatibleError(
             'optimize_ddp="python_reducer" ignores what a hook returns; set torch._dynamo.config.optimize_ddp = '

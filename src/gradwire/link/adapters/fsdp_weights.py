@@ -26,6 +26,13 @@ def compress_sharded_weights(module: nn.Module, method: str | Method, seed: int,
                 f"module {unit.name!r} is on {device}: weights are gathered by differences in main memory alone; leave "
                 "compress_weights out, and compress the exchange between replicas (gw.attach)"
             )
+        again = unit.group.post_forward_mesh_info
+        if again is not None and again != unit.group.mesh_info:
+            raise IncompatibleError(
+                f"module {unit.name!r} is resharded after forward over fewer ranks (reshard_after_forward is a "
+                "number), from which backward gathers other shards: pass reshard_after_forward=True or False to "
+                "fully_shard"
+            )
         taken = unit.group._all_gather_comm
         if isinstance(taken, NamedCollective):
             # The weight link itself names the rank that breaks it.
