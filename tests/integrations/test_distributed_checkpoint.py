@@ -14,9 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.fsdp import fully_shard
 
 import gradwire as gw
 from ranks import Ranks, fresh_ranks
+from sharded import meshes, shards_of
 
 pytestmark = pytest.mark.ranks
 
@@ -110,6 +112,52 @@ def incomplete(folder: str) -> list[str]:
     found.append(refusal(lambda: gw.integrations.StatefulLink(local)))
     local.close()
     return found
+
+
+def between_replicas(spec: str) -> tuple[Any, gw.Link]:
+    """Two replicas of two shards, which are equally long: state of one would be accepted as that of the other."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(30, 20), mesh=meshes()[1])
+    return model, gw.attach(model, spec, min_numel=0)
+
+
+def passes(model: Any, first: int, last: int) -> torch.Tensor:
+    """Run some backward passes, in which gradients are exchanged, and return this rank's shards of the last ones."""
+    for step in range(first, last):
+        draw = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+        model.zero_grad()
+        model(torch.randn(8, 30, generator=draw)).square().mean().backward()
+    return torch.cat([gradient.reshape(-1) for gradient in shards_of(model).values()])
+
+
+def resumed_between_replicas(folder: str, spec: str) -> tuple[dict[str, torch.Tensor], list[str], bool]:
+    """Save and load; return this rank's saved state, what differs from it when loaded, and whether means agree."""
+    warnings.simplefilter("ignore")
+    model, link = between_replicas(spec)
+    passes(model, 0, 3)
+    dcp.save(entries(model, link), checkpoint_id=folder)
+    saved = link.state_dict()
+    expected = passes(model, 3, 5)
+    link.close()
+    model, link = between_replicas(spec)
+    passes(model, 0, 1)
+    dcp.load(entries(model, link), checkpoint_id=folder)
+    loaded = link.state_dict()
+    differing = [key for part in saved for key, x in saved[part].items() if not torch.equal(x, loaded[part][key])]
+    mean = passes(model, 3, 5)
+    link.close()
+    return saved["rank"], differing, torch.equal(mean, expected)
+
+
+@pytest.mark.parametrize("spec", ["errorfeedback", "diana"])
+def test_between_replicas_each_rank_of_each_shard_loads_its_own_state(
+    four_ranks: Ranks, spec: str, tmp_path: Path
+) -> None:
+    found = four_ranks(resumed_between_replicas, str(tmp_path), spec)
+    assert [(differing, same) for _, differing, same in found] == [([], True)] * 4
+    # Ranks 0 and 1 are the first ones of their links, of different shards.
+    first, second = found[0][0], found[1][0]
+    assert any(not torch.equal(value, second[key]) for key, value in first.items())
 
 
 def refusal(build: Callable[[], object]) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 
 import gradwire as gw
 from gradwire.exchange.digests import pack, unpack
+from ranks import fresh_ranks, wait_until_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -109,6 +113,66 @@ def test_a_save_that_ends_halfway_leaves_the_one_before(three_ranks: Any, tmp_pa
         assert continued
         assert names == ["common.pt", "rank", "rank", "rank"]
         assert sentence == "IncompatibleError: rank 0: the disk is full"
+
+
+def end_in_a_save(folder: str, is_written: bool) -> str:
+    """Kill rank 2 in its second save, after rank 0 has written ``common.pt`` or before; return what that raises."""
+    from gradwire.link import checkpoint
+
+    parameter, link = make()
+    go(parameter, link, 2)
+    gw.save(link, folder)
+    go(parameter, link, 2)
+    wait_until_watched()
+    if link.rank == 2:
+        real, common, gathers = checkpoint._tell, Path(folder) / "common.pt", []
+        before = common.read_bytes()
+
+        def end_in_a_gather(*given: Any) -> list[tuple[int, bytes]]:
+            gathers.append(given)
+            # The second gather follows the ranks' files, and the third common.pt.
+            if len(gathers) < 2 + is_written:
+                return real(*given)
+            while is_written and common.read_bytes() == before:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError
+
+        checkpoint._tell = end_in_a_gather  # type: ignore[assignment]
+    return refusal(lambda: gw.save(link, folder))
+
+
+def go_on_and_save(folder: str) -> tuple[int, bool, list[str]]:
+    """Load; return the round, whether the next means are those of a training that never ended, and a save's files."""
+    import torch.distributed as dist
+
+    parameter, link = make()
+    gw.load(link, folder)
+    round = link.round
+    mean = go(parameter, link, 2)
+    gw.save(link, folder)
+    dist.barrier()
+    names = sorted(path.name.split("-")[0] for path in Path(folder).iterdir())
+    link.close()
+    parameter, link = make()
+    same = torch.equal(mean, go(parameter, link, round + 2))
+    link.close()
+    return round, same, names
+
+
+@pytest.mark.parametrize(("is_written", "round"), [(False, 2), (True, 4)])
+def test_a_rank_lost_in_a_save_leaves_a_whole_one(
+    three_ranks: Any, tmp_path: Path, is_written: bool, round: int
+) -> None:
+    """The former save, or the new one once ``common.pt`` names it; the next save removes all other files."""
+    with fresh_ranks(3, group_timeout_s=600) as ranks:
+        ranks.start(end_in_a_save, str(tmp_path), is_written)
+        *survivors, (gone, _) = ranks.collect(60)
+    assert gone == "gone"
+    for kind, sentence in survivors:
+        assert kind == "ok", sentence
+        assert sentence.startswith("ExchangeError: ")
+    assert three_ranks(go_on_and_save, str(tmp_path)) == [(round, True, ["common.pt", "rank", "rank", "rank"])] * 3
 
 
 def load_files_without_digests(folder: str) -> str:

@@ -21,8 +21,9 @@ class StatefulLink:
         torch.distributed.checkpoint.save(state, checkpoint_id=folder)
         torch.distributed.checkpoint.load(state, checkpoint_id=folder)
 
-    Each rank has its own key, so that no part is taken for a copy of another. On fewer ranks the policy is that of
-    :func:`gradwire.load`; on more ranks the new ones have no part, and the load needs
+    Each rank has its own key, so that no part is taken for a copy of another. If several groups of ranks exchange
+    shards of one module, as in HSDP, the keys of each group also name its shard, :attr:`gradwire.Link.part`. On fewer
+    ranks the policy is that of :func:`gradwire.load`; on more ranks the new ones have no part, and the load needs
     ``planner=DefaultLoadPlanner(allow_partial_load=True)``.
 
     Args:
@@ -46,9 +47,9 @@ class StatefulLink:
         """Return the common state of all ranks and this rank's part, both packed."""
         state = self.link.state_dict()
         self._offered = {
-            f"rank {self.link.rank}": _packed(state.pop("rank")),
-            COMMON: _packed(state),
-            WORLD_SIZE: self.link.world_size,
+            self._key(f"rank {self.link.rank}"): _packed(state.pop("rank")),
+            self._key(COMMON): _packed(state),
+            self._key(WORLD_SIZE): self.link.world_size,
         }
         return dict(self._offered)
 
@@ -58,10 +59,11 @@ class StatefulLink:
         Raises:
             IncompatibleError: the state is incomplete, or not that of such a link, on this rank or on another.
         """
-        world_size, own = int(state[WORLD_SIZE]), f"rank {self.link.rank}"
-        found = _unpacked(state[COMMON])
+        common, own = self._key(COMMON), self._key(f"rank {self.link.rank}")
+        world_size = int(state[self._key(WORLD_SIZE)])
+        found = _unpacked(state[common])
         # With allow_partial_load=True, an entry that was not loaded is still the one that was offered.
-        missing = [key for key in (COMMON, own) if state[key] is self._offered.get(key)]
+        missing = [key for key in (common, own) if state[key] is self._offered.get(key)]
         if self.link.rank >= world_size and missing == [own]:
             # This rank is new.
             missing, found["rank"] = [], {}
@@ -69,6 +71,10 @@ class StatefulLink:
             found["rank"] = _unpacked(state[own])
         problem = f"the distributed checkpoint has no {missing[0]!r} of this link" if missing else None
         take(self.link, found, problem, 0, world_size, "a distributed checkpoint")
+
+    def _key(self, name: str) -> str:
+        """Return a key of this link alone: in the link of another shard, a rank may have the same number."""
+        return f"{self.link.part}/{name}" if self.link.part else name
 
 
 def _packed(value: Any) -> bytes:

@@ -44,8 +44,9 @@ def write_atomically(value: object, path: Path) -> None:
 def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | None = None) -> None:
     """Save a link's state (collective call): a file of each rank, then ``common.pt`` of rank 0, which names them.
 
-    If it is interrupted at any point, the folder still holds the whole previous save: ranks' files bear the number of
-    their save, and are removed when a later save is complete.
+    If it is interrupted at any point, the folder still holds a whole save: the previous one, or this one if
+    ``common.pt`` was already replaced. Ranks' files bear the number of their save, and are removed when a later save is
+    complete.
 
     Args:
         link: The link.
@@ -80,7 +81,9 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
             "digests": {str(rank): torch.tensor(list(found), dtype=torch.uint8) for rank, found in enumerate(digests)},
         }
         _share(link, _problem(pack({**common, **state})[0], target / "common.pt") if link.rank == 0 else None)
-    except GradwireError:
+    except IncompatibleError:
+        # A rank told all others of a problem, so rank 0 has not replaced common.pt. After any other error it may have,
+        # and common.pt then names this file; if it does not, a later save removes the file.
         path.unlink(missing_ok=True)
         raise
     if link.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import Counter
@@ -143,11 +144,13 @@ class LinkRuntime:
 
 
 def close_link(runtime: LinkRuntime, unbinders: Sequence[Callable[[], None] | None]) -> None:
-    """End the threads of a link, and remove its hooks."""
-    for unbind in unbinders:
-        if unbind is not None:
-            unbind()
-    runtime.close()
+    """Remove the hooks of a link, and end its threads, even if a hook cannot be removed."""
+    # Callbacks are called last in, first out, all of them; the last error is raised.
+    with contextlib.ExitStack() as ending:
+        ending.callback(runtime.close)
+        for unbind in reversed(unbinders):
+            if unbind is not None:
+                ending.callback(unbind)
 
 
 def close_threads(lanes: Sequence[Lane], circle: Circle) -> None:

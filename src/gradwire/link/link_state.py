@@ -101,8 +101,12 @@ class LinkState(LinkReports):
 
         Raises:
             IncompatibleError: it is not the whole state of a link, or its choice is not a candidate here.
+            ExchangeError: an exchange of local steps in flight failed, so that the link is broken; nothing was loaded.
         """
         self.check_state_dict(state)
+        if self._local is not None:
+            # An exchange in flight commits its state when it ends, which must not come after what is loaded.
+            self._local.waited()
         self._settle()
         self._replicas.forget()
         self._coders.load(state["global"])

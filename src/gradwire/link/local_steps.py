@@ -14,7 +14,7 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.planning import own_buckets
 from gradwire.exchange.protocols import Context, Workspace
 from gradwire.exchange.segments import flat_view
-from gradwire.link.found_optimizers import on_any_step
+from gradwire.link.found_optimizers import on_any_step, on_updates
 from gradwire.link.global_parameters import GlobalParameters, State, mean_over_ranks, parameters_of
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.parameters import put, swapped
@@ -342,18 +342,7 @@ def on_steps(
         parameters: The parameters that are exchanged.
     """
     if grad_scaler:
-        update = grad_scaler.update
-
-        def updated(*arguments: Any, **options: Any) -> None:
-            update(*arguments, **options)
-            stepped()
-
-        grad_scaler.update = updated
-
-        def unbind() -> None:
-            del grad_scaler.update
-
-        return unbind
+        return on_updates(grad_scaler, stepped)
     if optimizer is not None:
         return optimizer.register_step_post_hook(lambda *_: stepped()).remove  # type: ignore[no-any-return]
     first: list[int] = []
