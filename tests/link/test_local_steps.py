@@ -324,6 +324,25 @@ def test_a_loop_without_ddp_counts_its_steps_itself(three_ranks: Ranks) -> None:
     assert len(found[0][1]) == 3
 
 
+def refused(spec: str) -> str:
+    """Return the error of opening a link."""
+    try:
+        gw.Link(built().named_parameters(), spec, min_numel=0).close()
+    except gw.GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def test_real_ranks_refuse_what_a_simulation_refuses(three_ranks: Ranks) -> None:
+    """A method inside that goes by the number of the round, with fragments that are exchanged in turn."""
+    for inner in ("ACPSGD()", "CLTk()", "ErrorFeedback(GRandK())"):
+        spec = f"StreamingDiLoCo(every=8, delay=0, inner={inner})"
+        with pytest.raises(gw.HyperparameterError, match="use fragments=1") as told:
+            gw.SimulatedLocalSteps([built().named_parameters() for _ in range(COUNT)], spec)
+        assert three_ranks(refused, spec) == [f"HyperparameterError: {told.value}"] * COUNT
+        assert three_ranks(refused, spec.replace("delay", "fragments=1, delay")) == ["not refused"] * COUNT
+
+
 def leaving(spec: str, last: int) -> str:
     rank = torch.distributed.get_rank()
     module = DistributedDataParallel(built())

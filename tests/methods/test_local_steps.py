@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -11,6 +12,7 @@ import gradwire as gw
 from gradwire.exchange.codecs import Draw
 from gradwire.exchange.planning import FragmentPieces, Options, dense_names
 from gradwire.exchange.segments import flat_view
+from gradwire.methods.registry import METHODS
 from gradwire.methods.sparse.sparse_values import BinnedValues
 
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -256,6 +258,65 @@ def test_synchronise_ends_what_is_in_flight_and_leaves_the_global_parameters() -
     for worker in range(3):
         own = FragmentPieces(ours.workers[worker], 2, "strided")
         assert all(torch.equal(own[name].reshape(-1), found.global_parameters[name]) for name in pieces)
+
+
+TURNS = (
+    "ACPSGD()",
+    "CLTk()",
+    "GRandK()",
+    "ErrorFeedback(GRandK())",
+    "Scheduled(CLTk(density=0.01), start=0.1, rounds=8)",
+    "Hierarchical(ACPSGD(), node_size=2)",
+    "ALQ(blocks='parameter', overlap=True)",
+    "AMQ(blocks='parameter', overlap=True)",
+)
+"""Methods that go by the number of the round."""
+
+
+@pytest.mark.parametrize("inner", TURNS)
+def test_methods_that_go_by_the_number_of_the_round_are_not_used_with_fragments(inner: str) -> None:
+    """A fragment would see the same part, side or leader again and again, however many fragments there are."""
+    for fragments in (2, 3, 4):
+        with pytest.raises(gw.HyperparameterError, match=f"one of {fragments} fragments: use fragments=1"):
+            gw.method(f"StreamingDiLoCo(every=8, fragments={fragments}, delay=0, inner={inner})")
+    for whole in (f"StreamingDiLoCo(fragments=1, inner={inner})", f"DiLoCo(inner={inner})"):
+        assert gw.method(whole).traits.needs_every_round
+
+
+def test_a_method_without_random_numbers_does_the_same_in_every_round_or_needs_them_all() -> None:
+    """From the same state: so no fragment gets less of it than another, in whichever rounds it is exchanged."""
+    gradients = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
+    changing = set()
+    for kind in METHODS:
+        method = kind()
+        traits = method.traits
+        apart = traits.local_steps or traits.outcomes_differ or traits.whole_step or not traits.collectives
+        if apart or kind.properties.stream != "none":
+            continue
+        first, *later = (gw.simulate(gradients, method, round=round).mean for round in range(4))
+        if not all(torch.equal(first, mean) for mean in later):
+            changing.add(method.name)
+            assert traits.needs_every_round, method.name
+    assert changing == {"clt_k"}
+
+
+def test_a_schedule_counts_the_exchanges_of_all_fragments() -> None:
+    """As docs/methods/local-steps.md says: of twice as many fragments, half as many exchanges are in a stage."""
+    sent = {}
+    for fragments in (2, 4):
+        inner = gw.Scheduled(gw.TopK(density=0.01), start=(0.5,), schedule="step", rounds=4)
+        method = gw.StreamingDiLoCo(every=8, fragments=fragments, delay=0, inner=inner)
+        ours = Quadratics(2, sizes=LARGE)
+        found, totals = ours.train(method, 0), [0]
+        for _ in range(3):
+            for _ in range(8):
+                ours.step()
+                found.after_step()
+            totals.append(found.link.traffic().sent_bytes)
+        sent[fragments] = [after - before for before, after in itertools.pairwise(totals)]
+    # Of 50 % and of 1 % of the elements, beside headers.
+    assert min(sent[2][:2]) > 5 * sent[2][2]
+    assert sent[4][0] > 5 * max(sent[4][1:])
 
 
 def test_global_parameters_are_lent_and_given_back() -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import gradwire as gw
+from contributions import contributed
 from gradwire.errors import HyperparameterError
+from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Memory
 from gradwire.methods.sparse.random_places import RandomElements
+from ranks import Ranks
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -97,6 +103,100 @@ def test_nothing_is_lost_under_error_feedback(coordinates: str, values: gw.Metho
         exact = not (coordinates == "shared" and isinstance(values, gw.BF16))
         assert torch.allclose(mean, (before + g - after).mean(0), atol=1e-5 if exact else 0.05)
         before = after
+
+
+CASTS = [pytest.param(gw.BF16(), 2.0**-8, id="bf16"), pytest.param(gw.FP16(), 2.0**-10, id="fp16")]
+"""Casts, with the largest relative difference between two steps of their numbers."""
+
+BESIDE = {"w": 1000, "b": 10}
+"""A parameter that is compressed, and one that is sent in float32 in the same bucket."""
+
+
+def rounds(method: gw.Method, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Memory]]]:
+    """Yield the gradients of two workers, what each sent, the mean, and their states, after each of six rounds."""
+    like = {name: torch.empty(numel) for name, numel in BESIDE.items()}
+    planner, memories = Planner(method, like, 2, Options(min_numel=100)), [Memory(), Memory()]
+    for round in range(6):
+        g = gaussian(2, 1010, seed=round)
+        rows = scale * g
+        sent = contributed(planner.plan(list(like), round), rows, memories, round, loss_scale=scale)
+        assert torch.equal(rows[0], rows[1])
+        yield g, sent / scale, rows[0] / scale, memories
+
+
+def held(memories: list[Memory], kind: str) -> torch.Tensor:
+    return torch.stack([memory.state()["rank"][f"{kind}/w"].float() for memory in memories])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize(("values", "step"), CASTS)
+def test_what_was_sent_and_the_residual_are_all_gradients_beside_float32(
+    values: gw.Method, step: float, scale: float
+) -> None:
+    """2, in each element on each worker: a cast sends the float32 part of a bucket apart from the rest."""
+    method = gw.ErrorFeedback(compressor=gw.RandK(density=0.1, values=values))
+    added, told = torch.zeros(2, 1010), torch.zeros(2, 1010)
+    for g, sent, mean, memories in rounds(method, scale):
+        added, told = added + g, told + sent
+        residual = held(memories, "residual")
+        # Sums of few numbers below 16 in float32.
+        torch.testing.assert_close(told[:, :1000] + residual, added[:, :1000], rtol=0, atol=1e-5)
+        torch.testing.assert_close(told[:, 1000:], added[:, 1000:], rtol=0, atol=1e-5)
+        assert int(sent[0, :1000].count_nonzero()) == 100
+        # The backend rounds the sum of two workers.
+        torch.testing.assert_close(mean, sent.mean(0), rtol=step, atol=1e-6)
+    assert "residual/b" not in memories[0].state()["rank"]
+
+
+def test_estimates_refuse_values_whose_sum_loses_what_no_rank_knows() -> None:
+    for values in (gw.BF16(), gw.FP16()):
+        with pytest.raises(HyperparameterError, match="drifts by what that loses: use values=FP32"):
+            gw.EF21(compressor=gw.RandK(density=0.1, values=values))
+    # Private elements are gathered, and each rank adds them up in float32.
+    gw.EF21(compressor=gw.RandK(density=0.1, values=gw.BF16(), coordinates="private"))
+
+
+def kept_by_hand(cast: torch.dtype, rank: int, count: int) -> torch.Tensor:
+    """Return a rank's residual of the compressed parameter after so many rounds."""
+    link, kept = linked(1000, gw.RandK(density=0.1), 1), torch.zeros(1000)
+    for round in range(count):
+        drawn, g = link.reduce_(torch.ones(1, 1000)) != 0, gaussian(3, 1010, seed=round)[rank, :1000]
+        kept = g + kept
+        kept = kept - torch.where(drawn, kept.to(cast).float(), 0.0)
+    return kept
+
+
+def on_lanes(spec: str, lanes: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    rank = torch.distributed.get_rank()
+    parameters = {name: torch.zeros(numel, requires_grad=True) for name, numel in BESIDE.items()}
+    link = gw.Link(parameters.items(), spec, min_numel=100, lanes=lanes, check=True)
+    for round in range(4):
+        for parameter, part in zip(parameters.values(), gaussian(3, 1010, seed=round)[rank].split([*BESIDE.values()])):
+            parameter.grad = part.clone()
+        link.reduce_()
+    mean = torch.cat([parameter.grad for parameter in parameters.values() if parameter.grad is not None])
+    state = link.state_dict()["rank"]
+    link.close()
+    return mean, state
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("values", [gw.BF16(), gw.FP16()], ids=repr)
+def test_in_any_lanes_a_round_is_kept_once_beside_float32(three_ranks: Ranks, values: Any) -> None:
+    spec = f"ErrorFeedback(RandK(density=0.1, values={values!r}))"
+    link = gw.SimulatedLink([(name, torch.empty(n)) for name, n in BESIDE.items()], spec, 3, min_numel=100)
+    for round in range(4):
+        mean = link.reduce_(gaussian(3, 1010, seed=round))
+    expected: Any = link.state_dict()
+    for lanes in (1, 2, 3):
+        for rank, (found, state) in enumerate(three_ranks(on_lanes, spec, lanes)):
+            # What a rank keeps depends on its own values. Of the mean, three numbers add up in another order.
+            assert set(state) == set(expected[f"rank {rank}"])
+            assert all(torch.equal(state[key], value) for key, value in expected[f"rank {rank}"].items())
+            torch.testing.assert_close(found, mean, rtol=2**-6, atol=2**-6)
+            by_hand = kept_by_hand(values.dtype, rank, 4)
+            # A number below 8 may be rounded to the next of bfloat16.
+            torch.testing.assert_close(state["residual/w"].float(), by_hand, rtol=0, atol=2**-5)
 
 
 def test_rescaled_elements_diverge_under_error_feedback_and_are_refused() -> None:

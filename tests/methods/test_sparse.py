@@ -283,6 +283,7 @@ def test_a_changed_section_is_refused_or_read_as_another(method: gw.Method) -> N
         (lambda: gw.TopK(values=gw.EDEN()), "values"),
         (lambda: gw.TopK(values=gw.QSGDMaxNorm()), "values"),
         (lambda: gw.TopK(values=gw.QSGD(blocks="model")), "values"),
+        (lambda: gw.TopK(values=gw.AsyncServer(inner=gw.QSGD())), "values"),
         (lambda: gw.Threshold(threshold=0.0), "threshold"),
         (lambda: gw.Threshold(threshold=math.inf), "threshold"),
         (lambda: gw.ErrorFeedback(compressor=gw.Threshold(values=gw.QSGDinf())), "no contraction"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
 import gradwire as gw
+from cases import EVERY
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.method import Method
+from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.protocols import Context, Memory
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.segments import Parameter, lay_out
@@ -58,6 +61,23 @@ def plan_for(method: Method, sizes: tuple[int, ...], **options: int) -> BucketPl
         seed=0,
         **{"chunk_numel": 1 << 20, **options},
     )
+
+
+CAST = gw.RandK(density=0.1, values=gw.BF16())
+
+
+@pytest.mark.parametrize("chunk_numel", [160, 1 << 20])
+@pytest.mark.parametrize(
+    "method", [*EVERY, CAST, gw.ErrorFeedback(compressor=CAST), gw.EF21(compressor=CAST)], ids=repr
+)
+def test_no_two_chunks_compress_one_element(method: Method, chunk_numel: int) -> None:
+    """What a wrapper adds to the runs of all chunks it adds once, beside a parameter in float32 as well."""
+    like = {"first": torch.empty(20, 30), "small": torch.empty(10), "last": torch.empty(400)}
+    planner = Planner(method, like, 2, Options(min_numel=100, chunk_numel=chunk_numel))
+    plan = planner.plan(list(like), 0)
+    assert len(plan.runs) <= max(1, plan.chunks)
+    runs = sorted(run for chunk in plan.runs for run in chunk)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(runs))
 
 
 def run(plan: BucketPlan, rows: torch.Tensor) -> list[bool | None]:

@@ -21,6 +21,13 @@ class Traits:
         whole_step: True if the exchange can begin only when all gradients of a step are ready.
         joined: True if all compressed parameters form one vector, in the order of ``named_parameters``; needs the whole
             step.
+        needs_every_round: True if every parameter must be exchanged in every round, because the method goes by the
+            number of the round: it sends one of several parts in turn, or learns from some rounds what it uses for all
+            parameters. Rounds that exchange a part of the model in turn would make it repeat the same turn.
+        clips_gradient: True if it scales each worker's gradient by the norm of the whole gradient, so that no rank may
+            exchange a part of it alone.
+        rounds_sums: True if the backend adds up what ranks send in sixteen bits, so that no rank knows what the sum
+            loses.
         direction: True if the outcome is a direction and not the mean, so that it needs a learning rate of its own.
         owns_momentum: True if the outcome contains gradients of earlier steps, so that the optimizer must have no
             momentum.
@@ -79,6 +86,9 @@ class Traits:
     share_cut: int = 80
     whole_step: bool = False
     joined: bool = False
+    needs_every_round: bool = False
+    clips_gradient: bool = False
+    rounds_sums: bool = False
     direction: bool = False
     owns_momentum: bool = False
     needs_loss_scale: bool = False

@@ -123,6 +123,7 @@ class Cast(Method):
             kernels=(),
             min_numel=0,
             scatters=True,
+            rounds_sums=self.dtype.itemsize < 4,
         )
 
     @property

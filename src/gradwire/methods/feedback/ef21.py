@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties, cast_of
+from gradwire.exchange.method import Method, Properties, cast_of, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Float32, PlanSetting, SectionPlan
 from gradwire.exchange.protocols.memory import WORKERS
@@ -67,8 +67,9 @@ class EF21(ShiftAlgorithm, Wrapper):
         shifts: Type of g_i and g, "float64" or "float32", as for :class:`DIANA`.
 
     Raises:
-        HyperparameterError: ``compressor`` is not an operator on one vector or not a contraction, ``momentum`` is out
-            of range, or ``shifts`` is neither "float64" nor "float32".
+        HyperparameterError: ``compressor`` is not an operator on one vector or not a contraction, or the backend sums
+            what it sends in sixteen bits; ``momentum`` is out of range, or ``shifts`` is neither "float64" nor
+            "float32".
 
     Reference: P. Richtarik, I. Sokolov, I. Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically
     Faster Error Feedback", NeurIPS 2021, algorithm 2 and lemma 3; I. Fatkhullin, A. Tyurin, P. Richtarik, "Momentum
@@ -104,6 +105,12 @@ class EF21(ShiftAlgorithm, Wrapper):
         shift_dtype("EF21", self.shifts)
         if cast_of(self.compressor) != torch.float32:
             check_contraction("EF21", self.compressor, "so its estimates may grow without bound", "no estimate")
+        require(
+            not self.compressor.traits.rounds_sums,
+            "EF21",
+            f"{self.compressor!r} is summed by the backend in sixteen bits, and the mean of the estimates drifts by "
+            "what that loses: use values=FP32()",
+        )
 
     def declare(self) -> Traits:
         traits, inner = super().declare(), self.compressor.traits

@@ -198,6 +198,8 @@ class _Adaptive(Method):
             # Levels that are used in the round of their fit need the whole gradient.
             whole_step=not self.overlap,
             joined=self.blocks == "model",
+            # All parameters share the levels, which are fitted to what an update round exchanges.
+            needs_every_round=True,
             kernels=("moments", "levels"),
             remembers=("levels", "levels_of"),
             unbiased=True,

@@ -121,6 +121,11 @@ class StreamingDiLoCo(DiLoCo):
     parameters are cut between rows, and pieces are encoded as parameters, with names such as ``weight[0:64]``. Whether
     a parameter is sent in float32 is decided before it is cut.
 
+    The exchange of each fragment is a round, so that a parameter takes part in one of F rounds. Methods that need every
+    parameter in every round are refused as ``inner`` unless F is 1: those that take turns by the number of the round
+    (:class:`GRandK`, :class:`ACPSGD`, :class:`CLTk`), and those that fit levels for all parameters in some rounds
+    (:class:`ALQ`, :class:`AMQ`). :class:`Scheduled` is not refused: its rounds are the exchanges of all fragments.
+
     ``link.synchronise()`` ends the exchange in flight, then exchanges all fragments at once, after which every worker
     has the global parameters. A checkpoint includes received values that are not yet in effect.
 
@@ -138,7 +143,8 @@ class StreamingDiLoCo(DiLoCo):
             "sequential", where it has one.
 
     Raises:
-        HyperparameterError: a field is out of range, or the inner method needs the whole model in one exchange.
+        HyperparameterError: a field is out of range, or with several fragments the inner method needs the whole model
+            in one exchange, or every parameter in every round.
 
     Memory: as :class:`DiLoCo`, and the exchange in flight.
 
@@ -192,6 +198,13 @@ class StreamingDiLoCo(DiLoCo):
             owner,
             f"{self.inner!r} compares elements of the whole model, and a fragment has a part of it: use fragments=1, or"
             " a method that works parameter by parameter",
+        )
+        require(
+            count == 1 or not self.inner.traits.needs_every_round,
+            owner,
+            f"{self.inner!r} goes by the number of the round and needs every parameter in each, and a round exchanges "
+            f"one of {count} fragments: use fragments=1, or a method that does the same in every round, such as "
+            "PowerSGD() or ErrorFeedback(TopK())",
         )
 
     def step_(

@@ -95,6 +95,8 @@ class ACPSGD(LowRankAlgorithm):
         traits = super().declare()
         return replace(
             traits,
+            # A factor is of use in the next round, which must send the other side.
+            needs_every_round=True,
             # The factors, and the state of every residual algorithm.
             remembers=(*traits.remembers, LEFT, RIGHT),
         )

@@ -201,6 +201,8 @@ class CLTk(ResidualAlgorithm):
         return replace(
             super().declare(),
             collectives=("two_shot", "all_gather"),
+            # All workers must lead in turn for each parameter.
+            needs_every_round=True,
             kernels=("selection", "indices", "signs"),
             unbiased=False,
             unbiased_note="no; with beta=1 nothing is lost",

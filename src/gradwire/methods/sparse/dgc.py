@@ -77,7 +77,8 @@ class DGC(Method):
 
     **Clipping.** With ``clip_norm`` = tau each worker scales its whole gradient to a norm of tau / sqrt(N) at most,
     before anything is added. Gradients of N workers with independent noise then add up to a norm of about tau. The norm
-    is over all parameters, so the exchange begins when all gradients are computed.
+    is over all parameters, so the exchange begins when all gradients are computed. :class:`Hierarchical`, where a rank
+    has only a shard of the gradient, refuses it.
 
     **Warm-up.** With ``warmup_rounds`` = R above 0, the first R rounds have the first of ``warmup_densities``, the next
     R the second, and so on; ``density`` follows. The paper takes an epoch for each. These include rounds in float32 at
@@ -156,6 +157,7 @@ class DGC(Method):
             collectives=self.operator.traits.collectives,
             # Clipping needs the norm of all parameters.
             whole_step=self.clip_norm is not None,
+            clips_gradient=self.clip_norm is not None,
             owns_momentum=self.momentum > 0,
             needs_loss_scale=True,
             kernels=self.operator.traits.kernels

@@ -96,6 +96,8 @@ class GRandK(Wrapper):
     def declare(self) -> Traits:
         return replace(
             super().declare(),
+            # The parts of a cycle are sent in consecutive rounds.
+            needs_every_round=True,
             # The family "signs" finds values that are not finite.
             kernels=tuple(dict.fromkeys((*self.compressor.traits.kernels, "signs"))),
             parts=self.cycle,

@@ -221,6 +221,7 @@ class RandK(Method):
             # Private elements are gathered.
             collectives=("all_gather",) if self.private else self.values.traits.collectives,
             re_encoding=not self.private and self.values.traits.re_encoding,
+            rounds_sums=not self.private and self.values.traits.rounds_sums,
             cut=1 << 40,
             share_cut=1 << 40,
             # The family "signs" finds values that are not finite.

@@ -98,6 +98,7 @@ def check_values(owner: str, values: Method) -> None:
     """
     fits = cast_of(values) in (torch.float32, torch.bfloat16) or (
         isinstance(values, Method)
+        and values.as_operator is not None
         and values.traits.quantises_blocks
         and values.traits.collectives[0] == "all_gather"
         and not values.traits.joined

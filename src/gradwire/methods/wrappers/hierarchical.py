@@ -54,7 +54,7 @@ class Hierarchical(Wrapper):
 
     **Shards.** Every parameter is cut into L runs of rows, so that methods on matrices still work; one with fewer than
     L rows is cut into runs of elements. Scales, levels and factors are per run. Parameters that are sent in float32 are
-    cut as well.
+    cut as well. No rank has a whole gradient, so a method that clips each worker's gradient to a norm is refused.
 
     Args:
         compressor: Method between nodes.
@@ -63,9 +63,9 @@ class Hierarchical(Wrapper):
         groups: Ranks of each node, if they are not in this order; all nodes have equal size.
 
     Raises:
-        HyperparameterError: ``compressor`` is a method with local steps, one whose outcomes differ by rank, or another
-            ``Hierarchical``; ``node_size`` is below 1, or given beside ``groups``; ``groups`` have different sizes, or
-            do not contain each rank from 0 on once.
+        HyperparameterError: ``compressor`` is a method with local steps, one whose outcomes differ by rank,
+            :class:`DGC` with ``clip_norm``, or another ``Hierarchical``; ``node_size`` is below 1, or given beside
+            ``groups``; ``groups`` have different sizes, or do not contain each rank from 0 on once.
         IncompatibleError: when attached, if the nodes are not known, ranks cannot be divided into them, or there is
             only one.
 
@@ -111,6 +111,12 @@ class Hierarchical(Wrapper):
             bool(inner.traits.collectives) and not inner.traits.outcomes_differ,
             owner,
             f"{inner!r} is no method with one outcome for all ranks: name one, such as TernGrad()",
+        )
+        require(
+            not inner.traits.clips_gradient,
+            owner,
+            "clip_norm is a limit of the norm of a whole gradient, and between nodes each rank has only a shard: use "
+            "DGC(clip_norm=None) and clip each worker's gradient before the exchange, or use DGC without Hierarchical",
         )
         whole = size is None or is_whole(size, 1)
         require(whole, owner, f"node_size is at least 1 rank, or None, not {size!r}")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.deferred_checks import all_finite
+from gradwire.exchange.deferred_checks import Flag, all_finite, both
 from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Exchange, Scope
 from gradwire.exchange.protocols import Context, Outcome
@@ -171,8 +171,9 @@ class TransformedPlan(BucketPlan):
     """Base of plans that compute *slots* from compressed parameters, exchange these, and transform their mean back.
 
     The exchanged vector has the slots of all compressed segments, each as a parameter of the same name, then the dense
-    segments. It is one chunk. Slots may lose an infinity or NaN of the parameter. It is therefore written to the first
-    slot, so that every rank sets the whole parameter to +inf.
+    segments. It is one chunk, even if the inner plan exchanges this vector in several, as a cast does: slots are
+    transformed back once, when all have arrived. Slots may lose an infinity or NaN of the parameter. It is therefore
+    written to the first slot, so that every rank sets the whole parameter to +inf.
 
     Args:
         method: The inner method; None: slots are sent in float32, with sums that do not depend on the layout.
@@ -197,8 +198,9 @@ class TransformedPlan(BucketPlan):
         self._numel = _end(short)
         inner = replace(setting, segments=short, chunk_numel=max(1, self._numel))
         self._inner = inner.float32_plan() if method is None else method.plan(inner)
-        self.chunks, self.collective = self._inner.chunks, self._inner.collective
-        self.runs = [join((s.offset, s.offset + s.numel) for s in self._light)] * self.chunks
+        # No chunk if the bucket has no element.
+        self.chunks, self.collective = min(self._inner.chunks, 1), self._inner.collective
+        self.runs = [join((s.offset, s.offset + s.numel) for s in self._light)][: self.chunks]
 
     @abstractmethod
     def gather(self, round: int, flat: torch.Tensor, slots: torch.Tensor) -> None:
@@ -222,24 +224,31 @@ class TransformedPlan(BucketPlan):
 
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
         short, inner = prepared
-        outcome = yield from self._inner.run(context, short, inner)
+        finite: Flag | None = True
+        contributions = []
+        for chunk in range(self._inner.chunks):
+            space = context.workspace.part(f"chunk {chunk}")
+            outcome = yield from self._inner.run(replace(context, chunk=chunk, workspace=space), short, inner)
+            finite = both(finite, outcome.finite)
+            contributions.append(outcome.sent)
         if flat.is_meta:
-            return outcome
+            return Outcome(finite)
         spoilt = ~torch.isfinite(short[self._first])
         self._back(context.round, short, flat, add=False)
         for i in torch.nonzero(spoilt).flatten().tolist():
             s = self._light[i]
             flat[s.offset : s.offset + s.numel] = torch.inf
-        own = outcome.sent
-        if own is None:
-            return outcome
+        told = [own for own in contributions if own is not None]
+        if len(told) < len(contributions):
+            return Outcome(finite)
 
         def sent(out: torch.Tensor, weight: float) -> None:
             part = torch.zeros(self._numel)
-            own(part, weight)
+            for own in told:
+                own(part, weight)
             self._back(context.round, part, out, add=True)
 
-        return replace(outcome, sent=sent)
+        return Outcome(finite, sent)
 
     def _back(self, round: int, short: torch.Tensor, flat: torch.Tensor, add: bool) -> None:
         self.scatter(round, short[: self._slots], flat, add)
