@@ -72,7 +72,8 @@ def test_coders_are_timed_on_the_digits_of_the_method(monkeypatch: pytest.Monkey
         return dict.fromkeys(coders, 1.0)
 
     monkeypatch.setattr("gradwire.exchange.planning.planner.time_coders", timed)
-    for spec in ("TernGrad()", "QSGD()", "Natural()", "ErrorFeedback()", "ALQ()", "DIANA()"):
+    phases = ("LGC()", "RankCurve()", "PowerSGD(values=QSGDinf(levels=7, block_size=256))")
+    for spec in ("TernGrad()", "QSGD()", "Natural()", "ErrorFeedback()", "ALQ()", "DIANA()", *phases):
         measure_coders.__wrapped__(gw.Coded(compressor=gw.method(spec)), "cpu")  # type: ignore[arg-type]
     numel = 1 << 18
     assert numel / 5 <= len(seen["TernGrad()"]) < numel / 5 + 80
@@ -87,6 +88,21 @@ def test_every_coder_is_really_timed() -> None:
         times = measure_coders(gw.Coded(), backend)
         assert list(times) == list(CODERS)
         assert all(0 < seconds < 10 for seconds in times.values())
+
+
+@pytest.mark.parametrize(
+    "inner", ["PowerSGD(matrix_rank=300, values=QSGDinf(levels=7, block_size=256))", "Threshold(threshold=100.0)"]
+)
+def test_if_no_digit_of_the_sample_is_coded_all_ranks_take_the_first_coder(inner: str) -> None:
+    """Factors of rank 300 have more numbers than a matrix of 512 by 512, and no normal number is above 100."""
+    spec = f"Coded({inner})"
+    assert measure_coders(gw.method(spec), "auto") == dict.fromkeys(CODERS, 0.0)
+    assert simulated(spec=spec).record()["coder"]["chosen"] == CODERS[0]
+
+
+def test_a_method_that_codes_nothing_at_its_end_is_timed_in_its_first_round() -> None:
+    spec = "Coded(Scheduled(Threshold(threshold=100.0), field='threshold', start=1.0))"
+    assert all(seconds > 0 for seconds in measure_coders(gw.method(spec), "auto").values())
 
 
 def test_a_method_with_an_open_coder_stays_what_the_user_wrote() -> None:

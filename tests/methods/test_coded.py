@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
+from cases import EVERY
 from gradwire.errors import HyperparameterError, IncompatibleError, PayloadError
 from gradwire.exchange.codecs import Draw
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.ops import AllGather, AllToAll, Reduce
+from gradwire.exchange.planning import planner
 from gradwire.exchange.protocols import Context, Memory
 from gradwire.exchange.segments import Parameter, Segment, lay_out
 from gradwire.exchange.wire import pretend_senders
-from gradwire.kernels import get_kernels
+from gradwire.kernels import CODERS, get_kernels
 from plans import make_plan
 
 INNER = [
@@ -243,6 +245,87 @@ def test_digits_beyond_a_byte_are_refused_when_the_link_is_built(inner: str, wor
     with pytest.raises(IncompatibleError, match=remedy) as caught:
         gw.SimulatedLink([("w", torch.empty(2000))], f"Coded(compressor={inner})", workers)
     assert repr(gw.method(inner)) in str(caught.value)
+
+
+FLOATS = [
+    "PowerSGD()",
+    "PowerSGD(values=BF16())",
+    "ACPSGD()",
+    "SketchedSGD()",
+    "SketchedAMSGrad()",
+    "AsyncServer(inner=PowerSGD())",
+]
+
+
+@pytest.mark.parametrize("coder", ["auto", "rans"])
+@pytest.mark.parametrize("shape", [(40, 50), (2000,)])
+@pytest.mark.parametrize("inner", FLOATS)
+def test_a_payload_of_floats_is_refused_when_the_link_is_built(inner: str, shape: tuple[int, ...], coder: str) -> None:
+    """Whatever the parameters are: also those of which no factors are sent."""
+    with pytest.raises(IncompatibleError, match="made of floats, without digits or positions") as caught:
+        gw.SimulatedLink([("w", torch.empty(shape))], f"Coded(compressor={inner}, coder={coder!r})", 2)
+    assert repr(gw.method(inner)) in str(caught.value)
+
+
+@pytest.mark.parametrize("coder", ["auto", "rans"])
+def test_factors_of_signs_are_refused_before_the_first_round(coder: str) -> None:
+    spec = f"Coded(compressor=PowerSGD(values=ScaledSign()), coder={coder!r})"
+    with pytest.raises(IncompatibleError, match="no digits that an entropy coder could shorten") as caught:
+        gw.SimulatedLink([("w", torch.empty(40, 50))], spec, 2)
+    assert repr(gw.method(spec)) in str(caught.value)
+
+
+def test_the_methods_refused_for_their_floats_are_those_that_give_a_coder_nothing() -> None:
+    refused, silent = dict[gw.Method, str](), set[gw.Method]()
+    for method in (method for method in EVERY if method.cast_dtype is None):
+        try:
+            coded = gw.Coded(compressor=method, coder="rans")
+            payload = planner._payload(method, get_kernels("reference"))
+        except (HyperparameterError, IncompatibleError):
+            continue
+        if payload is None:
+            silent.add(method)
+        try:
+            gw.SimulatedLink([("w", torch.empty(64, 128))], coded, 2, min_numel=0)
+        except IncompatibleError as error:
+            refused[method] = str(error)
+    assert refused.keys() == silent
+    assert all("made of floats" in message for message in refused.values())
+    assert {method.name for method in refused} == {"powersgd", "acp_sgd", "sketched_sgd", "sketched_amsgrad"}
+
+
+@pytest.mark.parametrize("coder", ["auto", "rans", "huffman"])
+@pytest.mark.parametrize(
+    ("inner", "size"),
+    [
+        ("PowerSGD(matrix_rank=8, values=QSGDinf(levels=7, block_size=256))", 1024),
+        ("ACPSGD(matrix_rank=8, values=QSGDinf(levels=3, block_size=256))", 1024),
+        ("LGC(density=0.05, full_rounds=1, training_rounds=1)", 200),
+        ("LGC(density=0.05, full_rounds=1, training_rounds=1, instance='parameter_server', innovation=0.02)", 200),
+        ("RankCurve(density=0.05, full_rounds=1, training_rounds=1)", 200),
+    ],
+)
+def test_factors_of_digits_and_methods_with_phases_are_coded(inner: str, size: int, coder: str) -> None:
+    """Nothing of a vector or of the first phase is coded: bytes are those of the third round."""
+    means, sent = [], []
+    for spec in (inner, f"Coded(compressor={inner}, coder={coder!r})"):
+        link = gw.SimulatedLink([("w", torch.empty(size, size))], spec, 2)
+        for round in range(3):
+            # The largest elements are in some rows, so that their positions can be coded.
+            g = torch.randn(2, size, size, generator=torch.Generator().manual_seed(round))
+            before = link.traffic().sent_bytes
+            means.append(link.reduce_((g * torch.linspace(0, 1, size)[:, None] ** 8).view(2, -1)).clone())
+        sent.append(link.traffic().sent_bytes - before)
+    assert all(torch.equal(plain, coded) for plain, coded in zip(means[:3], means[3:]))
+    assert sent[1] < sent[0]
+
+
+@pytest.mark.parametrize("inner", ["LGC()", "LGC(instance='parameter_server')", "RankCurve()"])
+def test_a_coder_is_settled_though_the_first_rounds_are_in_float32(inner: str) -> None:
+    link = gw.SimulatedLink([("w", torch.empty(100, 100))], f"Coded(compressor={inner})", 2)
+    found = link.record()["coder"]
+    assert found["chosen"] in CODERS
+    assert all(seconds > 0 for seconds in found["encode_decode_s"].values())
 
 
 def test_a_reader_without_the_coder_refuses_coded_positions() -> None:

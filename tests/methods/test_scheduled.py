@@ -10,7 +10,12 @@ import torch
 
 import gradwire as gw
 from gradwire.exchange.drivers import LocalProfiler
+from gradwire.exchange.ops import Exchange
 from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.protocols import Context, Outcome
+from gradwire.exchange.protocols.bucket_plan import BucketPlan
+from gradwire.methods.levels.level_fitting import powers
+from gradwire.methods.wrappers.scheduled import ScheduledPlan
 from resumed import assert_resumes
 
 
@@ -173,6 +178,106 @@ def test_fitted_levels_are_fitted_anew_for_another_number_of_bits() -> None:
         link.reduce_(gaussian(2, 3000))
         sizes.append(len(link.state_dict()["global"]["levels"]))
     assert sizes == [16, 16, 4, 4]
+
+
+def overlapped(**fields: Any) -> gw.ALQ:
+    return gw.ALQ(**{"bits": 2, "blocks": "parameter", "block_size": 512, "overlap": True, **fields})
+
+
+def levels_of(link: gw.SimulatedLink) -> torch.Tensor:
+    return link.state_dict()["global"]["levels"]
+
+
+def test_levels_that_serve_from_the_next_round_on_are_fitted_in_every_stage() -> None:
+    """The review's example, with an update in its first round: the levels are those of the stage's own method."""
+    method = around(overlapped(), field="bits", start=4, schedule="linear", rounds=1000)
+    link, alone = linked(method, 3000), linked(overlapped(bits=4), 3000)
+    for seed in (0, 1):
+        means = [found.reduce_(gaussian(2, 3000, seed=seed) ** 5) for found in (link, alone)]
+        assert torch.equal(*means)
+    assert torch.equal(levels_of(link), levels_of(alone))
+    assert levels_of(link).tolist() != powers(0.5, 16), "these are the levels before the first fit"
+    assert link.traffic() == alone.traffic()
+
+
+def test_a_schedule_that_changes_nothing_fits_what_its_method_fits() -> None:
+    """One stage, and two whose methods differ only in a field that these rounds do not read."""
+    inner = overlapped(updates=(0, 2), every=10_000)
+    settings: dict[str, Any] = {"field": "every", "schedule": "step", "rounds": 3}
+    constant, two = around(inner, start=(10_000,), **settings), around(inner, start=(20_000,), **settings)
+    assert [len(method.stage_methods) for method in (constant, two)] == [1, 2]
+    links = [linked(method, 3000, 3) for method in (inner, constant, two)]
+    for round in range(5):
+        means = [link.reduce_(gaussian(3, 3000, seed=round) ** (3 + round % 3)) for link in links]
+        assert all(torch.equal(mean, means[0]) for mean in means)
+        assert all(torch.equal(levels_of(link), levels_of(links[0])) for link in links)
+    assert len({link.traffic().sent_bytes for link in links}) == 1
+
+
+def test_the_last_levels_of_a_stage_are_not_the_first_of_the_next() -> None:
+    """Both stages fit at the end of a round, the one that the round was in: round 1 has 16 levels, round 2 has 4."""
+    method = around(overlapped(updates=(0, 1)), field="bits", start=4, schedule="linear", rounds=2, stages=1)
+    link, sizes = linked(method, 3000), []
+    fresh = linked(overlapped(updates=(0, 1)), 3000)
+    fresh.round = 2
+    for round in range(4):
+        mean = link.reduce_(gaussian(2, 3000, seed=round) ** 5)
+        sizes.append(len(levels_of(link)))
+        if round >= 2:
+            assert torch.equal(mean, fresh.reduce_(gaussian(2, 3000, seed=round) ** 5))
+            assert torch.equal(levels_of(link), levels_of(fresh))
+    assert sizes == [16, 16, 4, 4]
+
+
+class Stage(BucketPlan):
+    """Plan that exchanges nothing, and notes the rounds that it ends."""
+
+    chunks, collective, runs = 1, "all_gather", [[(0, 4)]]
+
+    def __init__(self, finishes: bool) -> None:
+        self.finishes, self.ended = finishes, list[int]()
+
+    def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:
+        yield from ()
+
+    def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:
+        yield from ()
+        return Outcome(True)
+
+    def finish(self, context: Context) -> Exchange[None]:
+        self.ended.append(context.round)
+        yield from ()
+
+
+@pytest.mark.parametrize("finishes", [(True, False), (False, True)])
+def test_a_round_is_ended_by_its_own_stage(finishes: tuple[bool, bool]) -> None:
+    """Whatever the other stages do."""
+    stages = [Stage(one) for one in finishes]
+    plan = ScheduledPlan(stages, [0, 3])
+    assert plan.finishes
+    for round in (0, 2, 3, 9, -1):
+        assert list(plan.finish(Context(0, 2, round))) == []
+    assert [stage.ended for stage in stages] == [[0, 2], [3, 9, -1]]
+    assert not ScheduledPlan([Stage(False)], [0]).finishes
+
+
+@pytest.mark.parametrize("instance", ["all_reduce", "parameter_server"])
+def test_lgcs_autoencoder_is_trained_with_the_learning_rate_of_the_round(instance: str) -> None:
+    inner = gw.LGC(density=0.05, instance=instance, full_rounds=1, training_rounds=3)
+    settings: dict[str, Any] = {"field": "learning_rate", "schedule": "step", "rounds": 2}
+    changing, same = around(inner, start=(0.01,), **settings), around(inner, start=(0.001,), **settings)
+
+    def weights(method: gw.Method) -> list[torch.Tensor]:
+        link, found = linked(method, 2000), []
+        for round in range(5):
+            link.reduce_(gaussian(2, 2000, seed=round))
+            found.append(link.state_dict()["global"].get("autoencoder", torch.zeros(0)))
+        return found
+
+    plain, constant, changed = (weights(method) for method in (inner, same, changing))
+    assert all(torch.equal(a, b) for a, b in zip(plain, constant))
+    assert not torch.equal(constant[1], constant[3]), "rounds 1 to 3 train"
+    assert not torch.equal(constant[1], changed[1]), "round 1 has the first rate"
 
 
 def test_with_all_elements_at_the_end_it_is_full_communication() -> None:

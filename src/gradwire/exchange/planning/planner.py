@@ -11,6 +11,7 @@ import torch
 
 from gradwire.errors import BackendError, IncompatibleError
 from gradwire.exchange.drivers import LANES, Meter, count_step_delays, dry_run, simulate_ranks
+from gradwire.exchange.drivers.dry_run import LATE_ROUND
 from gradwire.exchange.method import Method, require
 from gradwire.exchange.network_cost import Delays
 from gradwire.exchange.planning.options import Options, dense_names
@@ -111,10 +112,10 @@ def one_way_bytes(method: Method, parameters: Mapping[str, torch.Tensor], **opti
     return planner.sent_bytes(planner.step_order())
 
 
-SAMPLE_NUMEL = 1 << 18
-"""Number of elements whose digits are coded in a measurement: few enough that a payload stays in the caches."""
+SAMPLE_SHAPE = (512, 512)
+"""Shape of the matrix whose payload is coded in a measurement: few enough elements that payloads stay in the caches."""
 
-REFERENCE_NUMEL = 1 << 13
+REFERENCE_SHAPE = (64, 128)
 """The same for the reference backend, which is slow."""
 
 
@@ -122,9 +123,10 @@ REFERENCE_NUMEL = 1 << 13
 def measure_coders(method: Method, backend: str) -> dict[str, float]:
     """Return the seconds that each of a method's open coders takes to encode and decode one payload.
 
-    The payload has the digits of :data:`SAMPLE_NUMEL` standard normal numbers. Coders run in turn, and the least time
-    of nine runs is returned. The reference backend, which is slow, codes :data:`REFERENCE_NUMEL` numbers once. Times
-    are measured once per process, which takes some milliseconds besides compilation.
+    The payload is that of a matrix of :data:`SAMPLE_SHAPE` standard normal numbers. Coders run in turn, and the least
+    time of nine runs is returned; zeros if the method codes nothing of the matrix. The reference backend, which is
+    slow, codes one of :data:`REFERENCE_SHAPE` once. Times are measured once per process, which takes some milliseconds
+    besides compilation.
 
     Args:
         method: A method with ``open_coders``.
@@ -132,6 +134,8 @@ def measure_coders(method: Method, backend: str) -> dict[str, float]:
     """
     kernels = get_kernels(backend)
     payload = _payload(method, kernels)
+    if payload is None:
+        return dict.fromkeys(method.traits.open_coders, 0.0)
     repeats = 1 if kernels.name == "reference" else 9
     return time_coders({name: kernels.coder(name) for name in method.traits.open_coders}, payload, repeats)
 
@@ -160,15 +164,18 @@ class _Copying:
         return 0.0
 
 
-def _payload(method: Method, kernels: Kernels) -> torch.Tensor:
-    """Return the first bytes that a coder receives in a round of a single worker."""
-    numel = REFERENCE_NUMEL if kernels.name == "reference" else SAMPLE_NUMEL
-    flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    coder = _Copying()
-    segments = lay_out([Parameter("sample", (numel,), (1,))])
+def _payload(method: Method, kernels: Kernels) -> torch.Tensor | None:
+    """Return the first bytes that a coder receives from one worker in a late round, or else in the first, or None."""
+    rows, columns = REFERENCE_SHAPE if kernels.name == "reference" else SAMPLE_SHAPE
+    segments = lay_out([Parameter("sample", (rows, columns), (columns, 1))])
+    coder, numel = _Copying(), rows * columns
     plan = method.plan(PlanSetting(segments, kernels, 1, method.traits.collectives[0], 0, numel, coder))
-    simulate_ranks([plan.whole(Context(0, 1, 0), flat)], [Meter()])
-    return coder.seen[0]
+    for round in (LATE_ROUND, 0):
+        flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        simulate_ranks([plan.whole(Context(0, 1, round), flat)], [Meter()])
+        if coder.seen:
+            return coder.seen[0]
+    return None
 
 
 class Planner:
@@ -265,9 +272,15 @@ class Planner:
         Raises:
             IncompatibleError: the method does not support this number of workers, or a wrapper its payload.
         """
-        names = tuple(self.step_order())
+        names, numel = tuple(self.step_order()), sum(p.numel for p in self.parameters.values())
         for collective in self._collectives:
-            self._build(names, False, collective, get_kernels("meta"))
+            plan = self._build(names, False, collective, get_kernels("meta"))
+            if self.open_coders or self.coder:
+                try:
+                    # Some plans give the coder to an operator only when they run.
+                    dry_run(plan, numel, self.world_size)
+                except IncompatibleError as error:
+                    raise IncompatibleError(f"{self.method!r}: {error}") from None
         self._laid_out.pop(names, None)
 
     @property

@@ -15,6 +15,9 @@ from gradwire.methods.wrappers.wrapper import Wrapper
 
 AUTO = "auto"
 
+UNCODED = ("low_rank", "selection", "sketch")
+"""Families of kernels that write neither digits nor positions: the payload of a method with no other is floats."""
+
 
 class _OfPayload(Inherited):
     """Properties of the inner method; if it is a cast, of sums that are not the backend's."""
@@ -41,6 +44,9 @@ class Coded(Wrapper):
     positions: its table is smaller, while that of rANS takes more than is saved for a few thousand. For a few hundred
     either table is too large, and positions are sent without a coder.
 
+    **Factors.** Low-rank methods code the factors if their ``values`` are digits. Factors and sketches of floats are
+    refused, since there is nothing to code.
+
     **Casts.** For ``fp32``, ``fp16`` and ``bf16`` the exponents are coded, whose distribution is skewed; signs and
     mantissas are not coded. The decoded values are exactly those of the cast. A backend cannot add up such payloads, so
     the outcome is not that of its ring, but::
@@ -65,7 +71,7 @@ class Coded(Wrapper):
     Raises:
         HyperparameterError: there is no such coder, or ``compressor`` is not a method, is already coded, or takes local
             steps.
-        IncompatibleError: when attached, if the operator's payload has neither positions nor digits that fit a byte.
+        IncompatibleError: when attached, if the method's payload has neither positions nor digits that fit a byte.
 
     Reference: J. Duda, "Asymmetric numeral systems", 2013 (rANS); D. A. Huffman, 1952. The methods' own papers propose
     Elias codes, which are longer: see ``docs/methods/wrappers.md``.
@@ -151,6 +157,13 @@ class Coded(Wrapper):
             setting = replace(setting, coder=setting.kernels.coder(self.coder))
         if self._cast is not None:
             return SectionPlan(self._cast, setting)
+        families = self.compressor.traits.kernels
+        if families and set(families) <= set(UNCODED):
+            raise IncompatibleError(
+                f"{self!r}: its payload is made of floats, without digits or positions that an entropy coder could "
+                "shorten: use it without a coder, or a method of digits or positions, such as QSGDinf(), TopK() or "
+                "PowerSGD(values=QSGDinf(levels=7, block_size=256))"
+            )
         try:
             return self.compressor.plan(setting)
         except IncompatibleError as error:

@@ -77,6 +77,8 @@ class ScheduledPlan(BucketPlan):
         self._stages, self._first = stages, first
         self.chunks, self.collective, self.runs = last.chunks, last.collective, last.runs
         self.asynchronous, self.keeps_dtype = last.asynchronous, last.keeps_dtype
+        # In rounds of a stage without work at the end, finish does nothing.
+        self.finishes = any(stage.finishes for stage in stages)
         if any(_layout(stage) != _layout(last) for stage in stages):
             raise ValueError("stages of a schedule exchange a bucket in different parts")
 
@@ -85,6 +87,9 @@ class ScheduledPlan(BucketPlan):
 
     def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
         return (yield from self._stage(context).run(context, flat, prepared))
+
+    def finish(self, context: Context) -> Exchange[None]:
+        return self._stage(context).finish(context)
 
     def target_(self, context: Context, gradient: torch.Tensor) -> None:
         self._stage(context).target_(context, gradient)
