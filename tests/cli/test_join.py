@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 from gradwire.tools.cli.app import app
@@ -191,6 +192,47 @@ def test_a_script_that_fails_again_and_again_ends_with_its_code(
     assert told.strip().endswith("after 2 restarts")
 
 
+class Script:
+    """Stands for a process that fails, unless it is sent a signal: then it ends by that."""
+
+    def __init__(self, while_it_runs: Callable[[], None]) -> None:
+        self.signals: list[int] = []
+        self._code: int | None = None
+        self._while_it_runs = while_it_runs
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def wait(self) -> int:
+        self._while_it_runs()
+        self._code = -self.signals[0] if self.signals else 7
+        return self._code
+
+
+@pytest.mark.parametrize("when", ["starts", "runs"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_signal_reaches_the_script_once_also_while_it_is_started(
+    number: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Script] = []
+
+    def come(moment: str) -> None:
+        if (len(made), moment) == (number, when):
+            signal.raise_signal(signal.SIGTERM)
+
+    def start(*words: object, **more: object) -> Script:
+        made.append(Script(lambda: come("runs")))
+        come("starts")
+        return made[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert keep_running(["script"], {}, 3) == 128 + signal.SIGTERM
+    assert [script.signals for script in made] == [[]] * (number - 1) + [[signal.SIGTERM]]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -211,6 +253,28 @@ def test_what_has_no_place_beside_join_is_refused(
     result = call(*words)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_json_names_the_file_of_the_secret_or_tells_the_secret(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Programs read it from a pipe or file, into which Python writes nothing before a buffer is full or flushed.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    words = ("--listen", "127.0.0.1:0", "--json", *(("--secret-file", "secret.txt") if kept else ()))
+    made = Running(tmp_path, "json", "coordinate", *words)
+    try:
+        told = json.loads(made.wait_for(r"(?s)\[.*\]\n")[0])
+    finally:
+        made.process.terminate()
+        assert made.end() == 0
+    fits(told, schema("coordinate"))
+    assert told[0]["secret_file"] == ("secret.txt" if kept else None)
+    if kept:
+        assert told[0]["secret"] is None
+        assert (tmp_path / "secret.txt").read_text().strip() not in made.out.read_text()
+    else:
+        assert 16 <= len(told[0]["secret"]) <= 64
 
 
 def test_the_address_told_is_the_one_that_was_given() -> None:

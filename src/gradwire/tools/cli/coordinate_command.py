@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -28,7 +29,12 @@ def coordinate(listen: str, secret_file: Path | None, state: Path | None, *, as_
     address = reached_at(listen, made.port)
     begun = 0 if made.epoch is None else made.epoch.number
     if as_json:
-        print_json([{"address": address, "port": made.port, "secret": made.secret, "epoch": begun}])
+        told = {"secret": made.secret, "secret_file": None}
+        if secret_file is not None:
+            told = {"secret": None, "secret_file": str(secret_file)}
+        print_json([{"address": address, "port": made.port, **told, "epoch": begun}])
+        # A program may wait for it at the other end of a pipe, and this process does not end.
+        sys.stdout.flush()
     else:
         if begun:
             print(f"gradwire: going on after epoch {begun}", flush=True)

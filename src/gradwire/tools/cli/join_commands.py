@@ -96,11 +96,14 @@ def keep_running(words: Sequence[str], environment: Mapping[str, str], restarts:
     """
     process: subprocess.Popen[bytes] | None = None
     ended_by: list[int] = []
+    kept: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         ended_by.append(number)
         if process is not None and process.poll() is None:
             process.send_signal(number)
+        else:
+            kept.append(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     failures = 0
@@ -108,6 +111,9 @@ def keep_running(words: Sequence[str], environment: Mapping[str, str], restarts:
         while True:
             began_s = time.monotonic()
             process = subprocess.Popen(words, env=environment, preexec_fn=_child_of(os.getpid()))
+            # Signals that came while no process was known. Each is sent once: a member ends at once by a second one.
+            while kept:
+                process.send_signal(kept.pop(0))
             code = process.wait()
             if code == 0 or ended_by:
                 return 128 - code if code < 0 else code

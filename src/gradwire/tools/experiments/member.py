@@ -103,7 +103,10 @@ class MemberEngine(LinkEngine):
         inputs, targets = self.source.batch(torch.tensor(batch), slice(0, len(batch)), seed=self.plan.seed, step=step)
         loss = self.plan.task.loss(self.model(inputs), targets)
         loss.backward()
-        if not self.local:
+        if self.local:
+            # The link exchanges within the optimizer's step, and newcomers are taken in there, after this step.
+            self.progress.step = step + 1
+        else:
             self.link.reduce_()
         return float(loss.detach())
 
@@ -168,10 +171,16 @@ class MemberTrainer(Trainer):
         self._record_link()
 
     def follow(self, past: RunFolder) -> None:
-        """Go on with the rows and the counts of a run folder, from its newest checkpoint."""
+        """Go on with the rows and the counts of a run folder, from its newest checkpoint.
+
+        The training goes on from an earlier step if the checkpoint of the first worker is older than this one. Later
+        rows are dropped, since they are written again. Counts and time stay those of the checkpoint: this worker did
+        send those bytes.
+        """
         shared = past.load_part("shared")
         self.elapsed_s, self.base = shared["elapsed_s"], dict(shared["counters"])
-        past.cut_metrics(shared["step"])
+        # A training that begins at step 0 evaluates its initial parameters, so that no row of that step is kept.
+        past.cut_metrics(min(shared["step"], self.engine.progress.step) or -1)
 
 
 @contextlib.contextmanager
