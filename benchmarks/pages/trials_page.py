@@ -35,13 +35,13 @@ MEMBERS = """## Workers that come and go
 connections of one replica cut, leaving by its own word, and one flipped bit in what it receives, in turn. What ends is started
 anew, by a server that has imported what it needs and loaded the kernels. {compute_s:g} s of computing are slept in each step. A
 replica that gives no sign of life for `silence_s` is lost. Several trials ran at once where *at once* says so, begun ten or fifteen seconds
-apart, and nothing else did. Those with `silence_s` 2 and no emulated network are older, and ran with those of torchft below: 40 replicas on two
-cores, half of whose time was idle.
+apart, and nothing else did. Those with `silence_s` 2 and no emulated network ran with those of torchft below: 40 replicas on two
+cores, half of whose time was idle. {ages}
 
 - Throughput is that of replicas times rounds that counted, as a share of the undisturbed one, which had all replicas all the time. So it
   includes what a replica that is away does not compute. The undisturbed pace is that of a minute before the faults and, where there are two
   figures, of one after them. A pace that was taken only before the faults may be off by one or two per cent, since that of the machine
-  itself changes. The trial of `terngrad` that ran alone shows this: it kept least of the newer ones, with pauses as short as theirs.
+  itself changes.
 - *Away* is the share of the time of replicas that the trial itself took: while they were stopped, and from the end of a process
   until its successor ran. *Of those present* is the throughput as a share of what was left.
 - A replica is in again when it has taken a round, counted from the start of its process, or from SIGCONT.
@@ -49,7 +49,7 @@ cores, half of whose time was idle.
 - *Load* is the system's average of the last 15 minutes at the end: processes that run or wait for one of the two cores.
 
 A run with an emulated network (`--lab`, as root) has each replica, and the coordinator, on a host of its own.
-While the two of half an hour ran, programs of idle priority computed on the same two cores."""
+While the two of half an hour ran, programs of idle priority computed on the same two cores.{absent}"""
 
 MEMBERS_OFTEN = """### Many faults
 
@@ -232,6 +232,7 @@ def _members() -> list[str]:
     if found is None:
         return []
     rows = sorted(found["rows"], key=lambda row: (bool(row["lab"]), -row["silence_s"], len(_phases(row))))
+    dated = any("date_utc" in row for row in rows)
     table = [
         (
             f"`{row['method']}`",
@@ -251,12 +252,31 @@ def _members() -> list[str]:
             f"{row['rounds_with_differing_digests']} of {row['digests_compared']}",
             row["hangs"],
             row.get("load", "-"),
+            *([row.get("date_utc", "-")[:10]] if dated else []),
         )
         for row in rows
     ]
     head = ("method", "minutes", "emulated network", "`silence_s`", "at once", "faults", "rounds", "undisturbed rounds a second", "throughput kept, %", "away, %", "of those present, %", "rounds kept, %", "longest pause, s",
-            "in again, median / longest, s", "digests that differ", "hangs", "load")  # fmt: skip
-    return [MEMBERS.format(**rows[0]), "", _where(found), "", *_table(head, table)]
+            "in again, median / longest, s", "digests that differ", "hangs", "load", *(["date"] if dated else []))  # fmt: skip
+    text = MEMBERS.format(ages=_ages(rows), absent=_absent(rows), **rows[0])
+    return [text, "", _where(found), "", *_table(head, table)]
+
+
+def _ages(rows: Sequence[Row]) -> str:
+    """Return what the page says about when trials ran: results are kept when the code goes on."""
+    undated = sum("date_utc" not in row for row in rows)
+    if not undated:
+        return "Each trial ran with the version of its *date*."
+    if undated < len(rows):
+        return "Each trial ran with the version of its *date*. Those without a date are older than those with one."
+    return "Not all trials ran with the same version. The date below is that of the latest."
+
+
+def _absent(rows: Sequence[Row]) -> str:
+    """Return a sentence that names the methods that have no trial with an emulated network; empty if all have one."""
+    known = {row["method"] for row in rows if row["lab"]}
+    absent = [f"`{name}`" for name in dict.fromkeys(row["method"] for row in rows) if name not in known]
+    return f" There is no trial with an emulated network of {', '.join(absent)}." if absent else ""
 
 
 def _members_often() -> list[str]:

@@ -41,6 +41,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -598,6 +599,7 @@ def tried(
         "stop_s": given.stop_s,
         "silence_s": given.silence_s,
         "at_once": given.at_once,
+        "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "steps": steps,
         "pace": round(mean(both for _, both in phase.quiet) * steps * given.compute_s / given.replicas, 4),
         **found,

@@ -140,6 +140,33 @@ def test_the_page_shows_peers_beside_ours_and_names_what_is_published(monkeypatc
     assert trials_page._peers() == []
 
 
+@pytest.mark.parametrize(
+    ("dated", "said"),
+    [
+        ((), "Not all trials ran with the same version."),
+        ((0,), "Those without a date are older"),
+        ((0, 1), "Each trial ran with the version of its *date*.\n"),
+    ],
+)
+def test_the_page_says_when_each_trial_ran_and_which_have_no_emulated_network(
+    dated: tuple[int, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = trials_page.result("trials/trials_membership")
+    assert known is not None
+    rows = [{k: v for k, v in row.items() if k != "date_utc"} for row in known["rows"][:2]]
+    rows[0] |= {"method": "fp32", "lab": ""}
+    rows[1] |= {"method": "terngrad", "lab": "delay=20ms"}
+    for which in dated:
+        rows[which]["date_utc"] = "2026-11-27T10:00:00+00:00"
+    monkeypatch.setattr(trials_page, "result", {"trials/trials_membership": {**known, "rows": rows}}.get)
+    text, *rest = trials_page._members()
+    assert said in text
+    assert "no trial with an emulated network of `fp32`." in text
+    table = [line.strip("| ").split(" | ") for line in rest if line.startswith("| ")]
+    assert len({len(cells) for cells in table}) == 1
+    assert [cells[-1] == "2026-11-27" for cells in table[1:]] == [which in dated for which in (0, 1)]
+
+
 def test_a_training_that_begins_anew_is_not_compared_with_the_one_before() -> None:
     trial = object.__new__(Trial)
     trial.counted, trial.digests, trial._sketches, trial.told, trial.losses = {}, {}, {}, {}, []
