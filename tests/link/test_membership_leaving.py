@@ -16,6 +16,7 @@ from torch import nn
 
 import gradwire as gw
 from crew import Crew, Worker, crew
+from gradwire.link.membership.records import Request
 
 pytestmark = pytest.mark.ranks
 
@@ -34,14 +35,22 @@ def link_on(membership: gw.Membership, method: str = "terngrad") -> tuple[gw.Lin
 
 
 @pytest.mark.parametrize("least", [1, 2])
-def test_a_worker_that_waits_to_be_taken_in_leaves_when_it_is_told(least: int) -> None:
-    # Its time to wait is far longer than a test may take: for members that never name it, or for another founder.
+def test_a_worker_that_waits_to_be_taken_in_leaves_when_it_is_told(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It waits for members that never name it, or for another founder.
     with crew() as workers:
         goes_on = workers.start("b", take_rounds_until_told) if least == 1 else None
         if goes_on is not None:
             goes_on.reach(1)
-        with join(workers, least=least, patience_s=1000.0) as membership:
-            threading.Timer(0.5, membership.leave).start()
+        with join(workers, least=least, patience_s=30.0) as membership:
+            asked, ask = list[object](), membership.board.ask
+
+            def ask_and_leave(request: Request) -> None:
+                ask(request)
+                asked.append(request)
+                if len(asked) == 2:
+                    membership.leave()
+
+            monkeypatch.setattr(membership.board, "ask", ask_and_leave)
             if goes_on is not None:
                 goes_on.signal(signal.SIGSTOP)
             with pytest.raises(gw.LeftOutError, match="told to leave before it was taken in"):
