@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file, save_file
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
+import gradwire as gw
+from gradwire.publish.stores import FolderPlace
 from gradwire.tools.cli.app import app
 from gradwire.tools.cli.publish_commands import FollowedFolder
 
@@ -179,3 +185,188 @@ def test_the_base_may_be_a_file_or_sums(base: str, tmp_path: Path) -> None:
     # Sums know that a block changed, but not which elements of it.
     assert row["changed"] == (60 if base == "file" else 3000)
     assert file.exists() == (base == "file")
+
+
+@pytest.fixture
+def unwritable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Kinds of files that cannot be written for the time being."""
+    kinds, write = set[str](), FolderPlace.write
+
+    def failing(place: FolderPlace, name: str, pieces: Any) -> None:
+        if name.startswith(tuple(kinds)):
+            raise OSError("no space left")
+        write(place, name, pieces)
+
+    monkeypatch.setattr(FolderPlace, "write", failing)
+    return kinds
+
+
+@pytest.mark.parametrize("kind", ["patch", "manifest"])
+def test_a_checkpoint_that_could_not_be_written_is_written_in_a_later_turn(
+    kind: str, tmp_path: Path, unwritable: set[str]
+) -> None:
+    """Without another checkpoint, and as the patch that it was."""
+    source, place, target = tmp_path / "run", tmp_path / "place", tmp_path / "weights"
+    follower = FollowedFolder(source, str(place))
+    save(source / "checkpoint-10", 10)
+    assert [publication.step for publication in follower.publish()] == [10]
+    subscriber = gw.WeightSubscriber(target, place)
+    subscriber.update()
+    weights = save(source / "checkpoint-20", 20)
+    unwritable.add(kind)
+    for _ in range(3):
+        with pytest.raises(OSError, match="no space left"):
+            list(follower.publish())
+    assert subscriber.update() == 10
+    unwritable.clear()
+    (publication,) = follower.publish()
+    assert (publication.step, publication.anchor_bytes, publication.changed) == (20, 0, 60)
+    assert publication.patch_bytes == next(place.glob("patch-*")).stat().st_size
+    assert list(follower.publish()) == []
+    assert subscriber.update() == 20
+    assert [file.name for file in subscriber.applied] == ["patch from step 10 to step 20"]
+    assert torch.equal(load_file(target / "model.safetensors")["w"], weights["w"])
+
+
+def test_the_first_checkpoint_is_written_in_a_later_turn(tmp_path: Path, unwritable: set[str]) -> None:
+    """And none before it."""
+    source, place = tmp_path / "run", tmp_path / "place"
+    follower = FollowedFolder(source, str(place))
+    for step in (9, 10):
+        save(source / f"checkpoint-{step}", step)
+    unwritable.add("anchor")
+    for _ in range(2):
+        with pytest.raises(OSError, match="no space left"):
+            list(follower.publish())
+    unwritable.clear()
+    assert [publication.step for publication in follower.publish()] == [10]
+    assert gw.WeightSubscriber(tmp_path / "weights", place).update() == 10
+
+
+def test_a_file_that_was_written_over_and_could_not_be_published_is_published_once(
+    tmp_path: Path, unwritable: set[str]
+) -> None:
+    source, place = tmp_path / "model", tmp_path / "place"
+    follower = FollowedFolder(source, str(place))
+    save(source, 0)
+    assert [publication.step for publication in follower.publish()] == [0]
+    save(source, 1)
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    unwritable.add("patch")
+    with pytest.raises(OSError, match="no space left"):
+        list(follower.publish())
+    unwritable.clear()
+    assert [(publication.step, publication.changed) for publication in follower.publish()] == [(1, 60)]
+    assert list(follower.publish()) == []
+
+
+def cut(folder: Path) -> None:
+    """Cut a checkpoint short, as a trainer does that is killed while it writes."""
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def cut_index(folder: Path) -> None:
+    """Leave a checkpoint whose index is half written."""
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w":')
+
+
+@pytest.mark.parametrize("damage", [cut, cut_index])
+def test_a_broken_checkpoint_is_left_out_once_there_is_a_newer_one(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    source, lines = tmp_path / "run", list[str]()
+    follower = FollowedFolder(source, str(tmp_path / "place"), say=lines.append)
+    save(source / "checkpoint-10", 10)
+    assert [publication.step for publication in follower.publish()] == [10]
+    save(source / "checkpoint-20", 20)
+    damage(source / "checkpoint-20")
+    for _ in range(2):
+        with pytest.raises(gw.IncompatibleError, match="checkpoint-20"):
+            list(follower.publish())
+    save(source / "checkpoint-30", 30)
+    cut(source / "checkpoint-30")
+    for _ in range(2):
+        # The newest may still be in the making.
+        with pytest.raises(gw.IncompatibleError, match="checkpoint-30"):
+            list(follower.publish())
+    save(source / "checkpoint-30", 30)
+    assert [publication.step for publication in follower.publish()] == [30]
+    assert list(follower.publish()) == []
+    (line,) = lines
+    assert "checkpoint-20" in line
+    assert "left out" in line
+
+
+def test_a_new_run_begins_where_the_latest_checkpoint_is_broken_by_now(tmp_path: Path) -> None:
+    source, place = tmp_path / "run", tmp_path / "place"
+    save(source / "checkpoint-10", 10)
+    assert call("publish", "--from", source, "--to", place).exit_code == 0
+    cut(source / "checkpoint-10")
+    save(source / "checkpoint-20", 20)
+    rows = json.loads(call("publish", "--from", source, "--to", place, "--json").stdout)
+    assert [row["step"] for row in rows] == [20]
+
+
+def test_half_a_checkpoint_is_not_the_model(tmp_path: Path) -> None:
+    """A trainer writes shard after shard, and the index last."""
+    folder, place = tmp_path / "run" / "checkpoint-500", tmp_path / "place"
+    follower = FollowedFolder(folder.parent, str(place), looks_again=True)
+    folder.mkdir(parents=True)
+    for number in (1, 2, 3):
+        save_file({f"w{number}": torch.ones(5)}, folder / f"model-{number:05d}-of-00003.safetensors")
+        if number < 3:
+            with pytest.raises(gw.IncompatibleError, match=rf"not complete: model-{number + 1:05d}-of-00003"):
+                list(follower.publish())
+    assert [(publication.step, publication.elements) for publication in follower.publish()] == [(500, 15)]
+
+
+class EndpointConnectionError(Exception):
+    """What botocore raises where there is no network: no OSError."""
+
+
+class Network:
+    """Cuts the network of ``memory://`` for the first turns of a command, and then interrupts it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, turns: int, then: int) -> None:
+        self.left, self.then = turns, then
+        for name in ("open", "cat_file", "info", "makedirs", "rm_file", "exists", "ls"):
+            monkeypatch.setattr(MemoryFileSystem, name, self._cut(getattr(MemoryFileSystem, name)))
+        monkeypatch.setattr("gradwire.tools.cli.publish_commands.time.sleep", self._sleep)
+
+    def _cut(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def cut(*words: Any, **options: Any) -> Any:
+            if self.left > 0:
+                raise EndpointConnectionError('Could not connect to the endpoint URL: "https://bucket"')
+            return call(*words, **options)
+
+        return cut
+
+    def _sleep(self, seconds: float) -> None:
+        self.left -= 1
+        if self.left <= -self.then:
+            raise KeyboardInterrupt
+
+
+def test_watching_goes_on_after_an_outage_of_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, url = tmp_path / "run", tmp_path / "weights", f"memory://{secrets.token_hex(8)}"
+    save(source / "checkpoint-10", 10)
+    for words in (["publish", "--from", source, "--to", url], ["subscribe", "--from", url, "--to", target]):
+        with monkeypatch.context() as context:
+            Network(context, turns=2, then=2)
+            result = call(*words, "--watch", "--json")
+        assert result.exit_code == 0, result.exception
+        assert [row["step"] for row in json.loads(result.stdout)] == [10]
+        assert result.stderr.count("Could not connect to the endpoint") == 1
+        assert "trying again" in result.stderr
+
+
+def test_an_outage_of_the_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{secrets.token_hex(8)}"
+    save(tmp_path / "run", 10)
+    Network(monkeypatch, turns=1, then=1)
+    for words in (["publish", "--from", tmp_path / "run", "--to", url], ["subscribe", "--from", url, "--to", tmp_path]):
+        result = call(*words)
+        assert result.exit_code == 1
+        (line,) = result.stderr.splitlines()
+        assert "Could not connect to the endpoint" in line

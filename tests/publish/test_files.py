@@ -17,6 +17,7 @@ from weight_cases import copies, nudge, same, weights, zeros
 import gradwire as gw
 from gradwire.publish import following_file
 from gradwire.publish.container import anchor_layout, read_head
+from gradwire.publish.weights import SavedTensors
 
 
 def test_files_are_published_and_followed(tmp_path: Path) -> None:
@@ -172,3 +173,75 @@ def test_a_patch_that_is_refused_late_leaves_the_file_and_what_is_known_of_it(tm
     assert subscriber.step == 0
     assert subscriber.apply(octets) == 1
     assert same(load_file(tmp_path / "w.safetensors"), trained)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    """A model and its moving average, as accelerator.save_state writes them."""
+    trained, folder = weights(), tmp_path / "state"
+    folder.mkdir()
+    save_file(trained, folder / "model.safetensors")
+    averaged = {name: tensor.float() for name, tensor in trained.items()}
+    for second in (zeros(trained), averaged, {"other": torch.ones(3), "layer.bias": trained["layer.bias"]}):
+        save_file(second, folder / "model_1.safetensors")
+        with pytest.raises(gw.IncompatibleError, match=r"model.safetensors and model_1.safetensors both have a tensor"):
+            gw.WeightPublisher(folder, tmp_path / "published")
+    gw.WeightPublisher(folder / "model.safetensors", tmp_path / "published").publish(0)
+    gw.WeightSubscriber(served := zeros(trained), tmp_path / "published").update()
+    assert same(served, trained)
+
+
+def save_shards(trained: dict[str, torch.Tensor], folder: Path, names: list[str]) -> dict[str, str]:
+    """Save a model in files of these names, one tensor after the other; return the file of each tensor."""
+    folder.mkdir(exist_ok=True)
+    owners = {name: names[number % len(names)] for number, name in enumerate(trained)}
+    for file in names:
+        save_file({name: trained[name] for name in trained if owners[name] == file}, folder / file)
+    return owners
+
+
+def test_an_index_says_which_files_are_the_model(tmp_path: Path) -> None:
+    """Another file beside them, such as of an adapter or of a save before, is not read."""
+    trained, folder = weights(), tmp_path / "model"
+    index = save_shards(trained, folder, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    save_file(zeros(trained), folder / "model-00001-of-00003.safetensors")
+    save_file({"adapter": torch.ones(3)}, folder / "adapter_model.safetensors")
+    gw.WeightPublisher(folder, tmp_path / "published").publish(0)
+    gw.WeightSubscriber(served := zeros(trained), tmp_path / "published").update()
+    assert same(served, trained)
+
+
+@pytest.mark.parametrize(
+    "index", [b"", b"{", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"w": [3]}}', b"\xff"]
+)
+def test_an_index_that_is_not_whole_is_refused(tmp_path: Path, index: bytes) -> None:
+    save_file(weights(), tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(gw.IncompatibleError, match=r"index.json is not a complete index"):
+        gw.WeightPublisher(tmp_path, tmp_path / "published")
+
+
+@pytest.mark.parametrize("name", ["model-{:05d}-of-00003", "model.fp16-{:05d}-of-00003", "model-{:05d}-of-00003.fp16"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_shards_without_an_index_are_all_there_or_refused(tmp_path: Path, name: str, first: int) -> None:
+    trained, folder = weights(), tmp_path / "model"
+    names = [f"{name.format(number)}.safetensors" for number in range(first, first + 3)]
+    save_shards(trained, folder, names)
+    gw.WeightPublisher(folder, tmp_path / "published").publish(0)
+    gw.WeightSubscriber(served := zeros(trained), tmp_path / "published").update()
+    assert same(served, trained)
+    for lost in names:
+        data = (folder / lost).read_bytes()
+        (folder / lost).unlink()
+        with pytest.raises(gw.IncompatibleError, match=r"model is not complete: .*-of-00003.* is not there"):
+            gw.WeightPublisher(folder, tmp_path / "published")
+        (folder / lost).write_bytes(data)
+
+
+def test_a_file_that_is_removed_while_it_is_published_is_named(tmp_path: Path) -> None:
+    """As a trainer does that keeps its latest checkpoints alone."""
+    save_file(weights(), tmp_path / "w.safetensors")
+    saved = SavedTensors(tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").unlink()
+    with pytest.raises(gw.IncompatibleError, match=r"w.safetensors cannot be read: No such file"):
+        saved.read(saved.layout.spans(0, 1)[0])

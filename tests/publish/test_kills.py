@@ -16,6 +16,7 @@ import torch
 from weight_cases import copies, manifest, nudge, same, weights, zeros
 
 import gradwire as gw
+from gradwire.publish.stores import FolderPlace
 
 
 class Crash(BaseException):
@@ -179,3 +180,95 @@ def reference(number: int) -> list[torch.Tensor]:
     """Return what the publisher's process draws first."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(50_000, generator=generator) for _ in range(number)]
+
+
+@pytest.mark.parametrize("ahead", [2, 3])
+def test_two_publishers_that_go_on_with_one_run_do_not_mix(ahead: int, tmp_path: Path) -> None:
+    trained, other = weights(), weights()
+    gw.WeightPublisher(trained, tmp_path).publish(1)
+    first, second = (gw.WeightPublisher(tensors, tmp_path, resume=True) for tensors in (trained, other))
+    assert first.run == second.run
+    nudge(trained, 0)
+    first.publish(2)
+    nudge(other, 1)
+    with pytest.raises(gw.ExchangeError, match=r"another publisher has gone on with run .* to step 2"):
+        second.publish(ahead)
+    nudge(trained, 2)
+    first.publish(4)
+    assert gw.WeightSubscriber(served := zeros(trained), tmp_path).update() == 4
+    assert same(served, trained)
+
+
+def test_a_manifest_that_was_written_though_its_write_failed_is_the_publishers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, write = weights(), FolderPlace.write
+    publisher = gw.WeightPublisher(trained, tmp_path)
+    publisher.publish(0)
+
+    def failing(place: FolderPlace, name: str, pieces: Any) -> None:
+        write(place, name, pieces)
+        if name == "manifest.json":
+            raise OSError("the answer is lost")
+
+    with monkeypatch.context() as context:
+        context.setattr(FolderPlace, "write", failing)
+        for step in (1, 2):
+            nudge(trained, step)
+            with pytest.raises(OSError, match="the answer is lost"):
+                publisher.publish(step)
+    nudge(trained, 3)
+    publisher.publish(3)
+    assert gw.WeightSubscriber(served := zeros(trained), tmp_path).update() == 3
+    assert same(served, trained)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_a_patch_that_was_not_written_is_flushed(call: int, breaker: Breaker, tmp_path: Path) -> None:
+    trained = weights()
+    publisher, served = gw.WeightPublisher(trained, tmp_path), zeros(trained)
+    assert publisher.flush() is None
+    publisher.publish(0)
+    assert publisher.flush() is None
+    subscriber = gw.WeightSubscriber(served, tmp_path)
+    subscriber.update()
+    before = copies(trained)
+    for step in (1, 2):
+        nudge(trained, step)
+        breaker.arm(call)
+        with pytest.raises(Crash):
+            publisher.publish(step)
+        breaker.arm(0)
+    assert publisher.step == 2
+    published, patches = copies(trained), ["patch from step 0 to step 1", "patch from step 1 to step 2"]
+    # What has changed since then waits for the next step.
+    nudge(trained, 3)
+    publication = publisher.flush()
+    assert publication is not None
+    assert (publication.step, publication.anchor_bytes) == (2, 0)
+    assert 0 < publication.changed < publication.elements
+    assert publisher.flush() is None
+    assert subscriber.update() == 2
+    assert [file.name for file in subscriber.applied] == patches
+    assert same(served, published)
+    assert not same(served, before)
+    publisher.publish(3)
+    assert subscriber.update() == 3
+    assert same(served, trained)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_a_step_whose_anchor_was_not_written_may_be_repeated(call: int, breaker: Breaker, tmp_path: Path) -> None:
+    trained = weights()
+    publisher = gw.WeightPublisher(trained, tmp_path)
+    breaker.arm(call)
+    with pytest.raises(Crash):
+        publisher.publish(5)
+    breaker.arm(0)
+    assert (publisher.step, publisher.flush()) == (-1, None)
+    nudge(trained, 1)
+    publisher.publish(5)
+    nudge(trained, 2)
+    assert publisher.publish(6).anchor_bytes == 0
+    assert gw.WeightSubscriber(served := zeros(trained), tmp_path).update() == 6
+    assert same(served, trained)

@@ -15,6 +15,7 @@ from weight_cases import copies, manifest, nudge, same, weights, zeros
 
 import gradwire as gw
 from gradwire.publish.boxes import TensorBox, pieces_of
+from gradwire.publish.stores import FolderPlace
 from gradwire.publish.weights import LiveTensors
 
 
@@ -175,6 +176,33 @@ def test_ranks_go_on_after_a_part_that_could_not_be_written(tmp_path: Path, monk
     assert two.publish(2) == []
     assert subscriber.update() == 2
     assert {file.step for file in subscriber.applied} == {1, 2}
+    assert all(file.name.startswith("patch") for file in subscriber.applied)
+    assert same(served, trained)
+
+
+def test_ranks_write_again_what_one_of_them_could_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the rank whose patch has been written takes part."""
+    trained = weights()
+    two, served = Two(trained, tmp_path), zeros(trained)
+    assert two.publish(0) == []
+    subscriber = gw.WeightSubscriber(served, tmp_path)
+    subscriber.update()
+    write = FolderPlace.write
+
+    def broken(place: FolderPlace, name: str, pieces: Any) -> None:
+        if "part00001" in name:
+            raise OSError("no space left")
+        write(place, name, pieces)
+
+    nudge(trained, 1)
+    with monkeypatch.context() as context:
+        context.setattr(FolderPlace, "write", broken)
+        assert len(two.publish(1)) == 2
+    flushed: list[Any] = []
+    assert two.both(lambda rank: flushed.append(two.publishers[rank].flush())) == []
+    assert [publication.step for publication in flushed] == [1, 1]
+    assert flushed[0].patch_bytes == flushed[1].patch_bytes == sum(f.nbytes for f in manifest(tmp_path).files[-2:])
+    assert subscriber.update() == 1
     assert all(file.name.startswith("patch") for file in subscriber.applied)
     assert same(served, trained)
 

@@ -168,6 +168,25 @@ def test_a_publisher_that_was_restarted_is_followed_by_its_anchor(tmp_path: Path
     assert bound.step == 5
 
 
+def test_a_new_run_that_passes_through_the_readers_weights_is_followed_by_its_anchor(tmp_path: Path) -> None:
+    """A trainer is restarted from a checkpoint, and trains the same steps again."""
+    trained, served = weights(), zeros(weights())
+    states = []
+    for step in range(4):
+        nudge(trained, step)
+        states.append(copies(trained))
+    publisher, subscriber = gw.WeightPublisher(states[0], tmp_path), gw.WeightSubscriber(served, tmp_path)
+    for step in range(3):
+        publisher.publish(step, states[step])
+    assert subscriber.update() == 2
+    second = gw.WeightPublisher(states[1], tmp_path)
+    for step in (1, 2, 3):
+        second.publish(step, states[step])
+    assert subscriber.update() == 3
+    assert [file.name.split()[0] for file in subscriber.applied] == ["anchor", "patch", "patch"]
+    assert same(served, states[3])
+
+
 def test_a_publisher_resumes_its_run_from_the_weights_of_its_latest_step(tmp_path: Path) -> None:
     trained, served = weights(), zeros(weights())
     subscriber = gw.WeightSubscriber(served, tmp_path)

@@ -73,6 +73,13 @@ def test_patches_of_another_run_are_refused(published: Published, tmp_path: Path
     with pytest.raises(gw.PayloadError, match=f"is of run {other.run[:8]}, and these weights are of run"):
         subscriber.apply(patch.read_bytes())
     assert same(served, published[1][0])
+    # An anchor begins anew, unless the subscriber was told which run to follow.
+    anchor = next((tmp_path / "other").glob("anchor-*")).read_bytes()
+    bound = gw.WeightSubscriber(served, published[0], run=manifest(published[0]).run)
+    with pytest.raises(gw.PayloadError, match=f"anchor of step 0 has run {other.run[:8]}, and this subscriber follows"):
+        bound.apply(anchor)
+    assert same(served, published[1][0])
+    assert subscriber.apply(published[2][1]) == 1
 
 
 def test_truncated_and_extended_files_are_refused(published: Published) -> None:

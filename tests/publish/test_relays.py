@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from weight_cases import copies, manifest, nudge, same, weights, zeros
 
 import gradwire as gw
+from gradwire.publish.manifest import Manifest
+from gradwire.publish.stores import StorePlace
 from ranks import Ranks
 
 
@@ -117,6 +120,118 @@ def test_a_relay_that_begins_anew_or_could_not_write_goes_on(tmp_path: Path, mon
     gw.WeightPublisher(trained, tmp_path / "a").publish(9)
     assert again.update() == reader.update() == 9
     assert same(behind, trained)
+
+
+@pytest.mark.parametrize("anchor_every", [50, 4, 1])
+def test_what_a_relay_fetches_anew_is_in_its_place_already(anchor_every: int, tmp_path: Path) -> None:
+    """A relay that was restarted with fresh tensors, is told to, or was disturbed: readers behind it go on."""
+    trained, places = weights(), (tmp_path / "a", tmp_path / "b")
+    publisher = gw.WeightPublisher(trained, places[0], anchor_every)
+    relay = gw.WeightSubscriber(served := zeros(trained), places[0], relay=places[1])
+    reader = gw.WeightSubscriber(behind := zeros(trained), places[1])
+
+    def listed() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in places[1].iterdir()}
+
+    def follow(step: int) -> None:
+        nudge(trained, step)
+        publisher.publish(step)
+        assert relay.update() == reader.update() == step
+        assert [file.name.split()[0] for file in reader.applied] == ["patch" if step else "anchor"]
+        assert same(behind, trained)
+
+    for step in range(3):
+        follow(step)
+    before = listed()
+    relay = gw.WeightSubscriber(served := zeros(trained), places[0], relay=places[1])
+    assert relay.update() == reader.update() == 2
+    assert same(served, trained)
+    assert (listed(), reader.applied) == (before, ())
+    follow(3)
+    before = listed()
+    assert relay.update(full=True) == reader.update() == 3
+    assert (listed(), reader.applied) == (before, ())
+    follow(4)
+    served["layer.weight"][0, 0] += 1
+    nudge(trained, 5)
+    publisher.publish(5)
+    with pytest.raises(gw.PayloadError, match="something else has changed"):
+        relay.update()
+    assert reader.update() == 4
+    assert relay.update() == reader.update() == 5
+    follow(6)
+    assert manifest(places[1]).files == manifest(places[0]).files
+    assert gw.WeightSubscriber(late := zeros(trained), places[1]).update() == 6
+    assert same(late, trained)
+
+
+def test_a_relay_whose_update_fails_on_its_way_takes_no_reader_back(tmp_path: Path) -> None:
+    trained = weights()
+    publisher = gw.WeightPublisher(trained, tmp_path / "a")
+    relay = gw.WeightSubscriber(zeros(trained), tmp_path / "a", relay=tmp_path / "b")
+    for step in range(3):
+        nudge(trained, step)
+        publisher.publish(step)
+        relay.update()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
+    (patch,) = (tmp_path / "a").glob("patch-000000000002-*")
+    whole = patch.read_bytes()
+    patch.write_bytes(whole[:-1])
+    fresh = gw.WeightSubscriber(served := zeros(trained), tmp_path / "a", relay=tmp_path / "b")
+    with pytest.raises(gw.PayloadError):
+        fresh.update()
+    assert fresh.step == 1
+    assert {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()} == before
+    patch.write_bytes(whole)
+    nudge(trained, 3)
+    publisher.publish(3)
+    assert fresh.update() == 3
+    assert gw.WeightSubscriber(late := zeros(trained), tmp_path / "b").update() == 3
+    assert same(late, trained)
+    assert same(served, trained)
+
+
+@pytest.mark.parametrize("anchor_every", [50, 1])
+def test_a_relay_follows_a_publisher_that_went_back(anchor_every: int, tmp_path: Path) -> None:
+    """Its place is that of an earlier day, and its run goes on from there."""
+    trained = weights()
+    publisher = gw.WeightPublisher(trained, tmp_path / "a", anchor_every)
+    publisher.publish(0)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    relay = gw.WeightSubscriber(zeros(trained), tmp_path / "a", relay=tmp_path / "b")
+    first = copies(trained)
+    for step in range(1, 6):
+        nudge(trained, step)
+        publisher.publish(step)
+        relay.update()
+    resumed = gw.WeightPublisher(first, tmp_path / "copy", anchor_every, resume=True)
+    assert resumed.run == publisher.run
+    relay = gw.WeightSubscriber(zeros(trained), tmp_path / "copy", relay=tmp_path / "b")
+    for step in (1, 2):
+        nudge(first, 10 + step)
+        resumed.publish(step)
+        assert relay.update() == gw.WeightSubscriber(late := zeros(trained), tmp_path / "b").update() == step
+        assert same(late, first)
+    names = {file.name for file in manifest(tmp_path / "b").files}
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {*names, "manifest.json"}
+
+
+def test_a_relay_removes_files_of_runs_before_from_a_store(tmp_path: Path) -> None:
+    """A store cannot list what it has: the names are those of the manifest before."""
+    trained, store = weights(), dist.HashStore()
+    relay = gw.WeightSubscriber(zeros(trained), tmp_path, relay=store)
+    for step in range(3):
+        publisher = gw.WeightPublisher(trained, tmp_path)
+        publisher.publish(5 - step)
+        nudge(trained, step)
+        publisher.publish(6 - step)
+        assert relay.update() == 6 - step
+        if step:
+            relay = gw.WeightSubscriber(zeros(trained), tmp_path, relay=store)
+    listed = Manifest.parse(StorePlace(store).read("manifest.json", 10**6)).files
+    assert listed[-1].step == 4
+    # No file is longer than one value of a store.
+    assert store.num_keys() == 1 + len(listed)
 
 
 def follow_in_a_group(folder: str, steps: int) -> list[tuple[int | None, bool]]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from weight_cases import nudge, same, weights, zeros
+from fsspec.implementations.memory import MemoryFileSystem
+from weight_cases import copies, nudge, same, weights, zeros
 
 import gradwire as gw
+from gradwire.publish.container import Octets
+from gradwire.publish.manifest import MANIFEST
 from gradwire.publish.stores import FolderPlace, Place, StorePlace, UrlPlace, open_place
 from ranks import Ranks
 
@@ -94,6 +99,49 @@ def test_a_place_is_chosen_by_what_is_given(tmp_path: Path) -> None:
         open_place("nosuch://x")
 
 
+def test_files_of_runs_before_are_removed_from_a_store() -> None:
+    """A store cannot list what it has: the names are those of the manifest before."""
+    trained, store = weights(), dist.HashStore()
+    for run in range(3):
+        publisher = gw.WeightPublisher(trained, store)
+        for step in range(3 - run):
+            publisher.publish(step)
+            nudge(trained, 10 * run + step)
+    # The manifest and an anchor: no file is longer than one value of a store.
+    assert store.num_keys() == 2
+    assert gw.WeightSubscriber(zeros(trained), store).update() == 0
+
+
+def two_runs_in_a_group() -> list[tuple[int | None, str]]:
+    """Rank 0 publishes by two publishers in turn; rank 1 follows the first run alone, and rank 2 any."""
+    trained, group, rank = weights(), dist.group.WORLD, dist.get_rank()
+    publishers = [gw.WeightPublisher(trained, group) for _ in range(2)] if rank == 0 else []
+    run = [publishers[0].run if publishers else None]
+    dist.broadcast_object_list(run)
+    found: list[tuple[int | None, str]] = []
+    served, kept = zeros(trained), zeros(trained)
+    subscriber = None if publishers else gw.WeightSubscriber(served, group, run=run[0] if rank == 1 else None)
+    for step, turn in enumerate((0, 0, 1, 1)):
+        if publishers:
+            found.append((publishers[turn].publish(step).step, publishers[turn].run))
+        elif subscriber is not None:
+            try:
+                found.append((subscriber.update(), "right" if same(served, trained) else "wrong"))
+            except gw.PayloadError as error:
+                found.append((subscriber.step, str(error).split(", ")[1] if same(served, kept) else "wrong"))
+            kept = copies(served)
+        nudge(trained, step)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_reader_of_one_run_refuses_another_in_a_process_group(three_ranks: Ranks) -> None:
+    (first, *_), bound, free = three_ranks(two_runs_in_a_group)
+    refusal = f"and this subscriber follows run {first[1][:8]} alone: build it with run=None to follow any"
+    assert bound == [(0, "right"), (1, "right"), (1, refusal), (1, refusal)]
+    assert free == [(step, "right") for step in range(4)]
+
+
 def broadcast(steps: int) -> list[tuple[int | None, bool]]:
     """Publish from rank 0 and follow on the others; break a reader's weights before one step."""
     found: list[tuple[int | None, bool]] = []
@@ -161,3 +209,151 @@ def test_a_value_that_is_removed_while_it_is_read_is_missing(monkeypatch: pytest
     place.write("x.gww", [bytes(range(25))])
     with pytest.raises(FileNotFoundError):
         place.read("x.gww", 25)
+
+
+@pytest.fixture
+def url() -> str:
+    """A place of fsspec, empty."""
+    return f"memory://{secrets.token_hex(8)}"
+
+
+CALLS = ("open", "cat_file", "info", "makedirs", "rm_file", "exists", "ls")
+
+
+def test_a_manifest_that_is_replaced_while_it_is_read_is_read_whole(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each call for it that a reader makes, the publisher puts a longer one in its place."""
+    trained, served = weights(), zeros(weights())
+    publisher, subscriber = gw.WeightPublisher(trained, url), gw.WeightSubscriber(served, url)
+    states = [copies(trained)]
+    publisher.publish(0)
+    reading = False
+
+    def replacing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def replace(system: object, path: str, *words: Any, **options: Any) -> Any:
+            nonlocal reading
+            result = call(system, path, *words, **options)
+            if reading and path.endswith(MANIFEST):
+                reading = False
+                nudge(trained, len(states))
+                publisher.publish(len(states))
+                states.append(copies(trained))
+                reading = True
+            return result
+
+        return replace
+
+    for name in CALLS:
+        monkeypatch.setattr(MemoryFileSystem, name, replacing(getattr(MemoryFileSystem, name)))
+    for _ in range(3):
+        reading = True
+        step = subscriber.update()
+        reading = False
+        assert step is not None
+        assert same(served, states[step])
+    assert len(states) > 3
+
+
+class Torn:
+    """A place that returns less than its manifest, or an error, a number of times."""
+
+    def __init__(self, error: OSError | None) -> None:
+        self.files, self.left, self.error = dict[str, Octets](), 0, error
+
+    def write(self, name: str, pieces: Sequence[Octets | bytes]) -> None:
+        self.files[name] = np.frombuffer(bytearray().join(bytes(piece) for piece in pieces), np.uint8)
+
+    def read(self, name: str, most_bytes: int) -> Octets:
+        if name not in self.files:
+            raise FileNotFoundError(name)
+        self.left -= name == MANIFEST
+        if name != MANIFEST or self.left < 0:
+            return self.files[name]
+        if self.error is not None:
+            raise self.error
+        return self.files[name][:-20]
+
+    def remove(self, name: str) -> None:
+        self.files.pop(name, None)
+
+    def names(self) -> list[str]:
+        return list(self.files)
+
+
+@pytest.mark.parametrize("error", [None, OSError("file expired"), PermissionError("locked")])
+def test_a_manifest_that_cannot_be_read_is_read_again(error: OSError | None) -> None:
+    trained, served = weights(), zeros(weights())
+    place = Torn(error)
+    gw.WeightPublisher(trained, place).publish(0)
+    subscriber = gw.WeightSubscriber(served, place)
+    # But not for ever.
+    place.left = 1000
+    with pytest.raises((gw.PayloadError, OSError), match=r"file expired|locked|it is being written"):
+        subscriber.update()
+    assert subscriber.step is None
+    assert 900 < place.left < 1000
+    place.left = 2
+    assert subscriber.update() == 0
+    assert same(served, trained)
+
+
+def test_no_more_of_a_file_is_read_than_is_expected(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = UrlPlace(url)
+    place.write("a.gww", [bytes(1000)])
+    read = MemoryFileSystem.cat_file
+    asked = list[int]()
+
+    def counting(system: MemoryFileSystem, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        data: bytes = read(system, path, start, end)
+        asked.append(len(data))
+        return data
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counting)
+    with pytest.raises(gw.PayloadError, match="has 1000 bytes, more than the 10 expected"):
+        place.read("a.gww", 10)
+    assert asked == [11]
+
+
+class EndpointConnectionError(Exception):
+    """What botocore raises where there is no network: no OSError."""
+
+
+@pytest.mark.parametrize("size", [3, 1 << 27])
+def test_exceptions_of_a_file_system_are_errors_of_the_operating_system(
+    url: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = UrlPlace(url)
+    calls: dict[str, Callable[[], object]] = {
+        "write": lambda: place.write("a.gww", [b"abc"]),
+        "read": lambda: place.read("a.gww", size),
+        "read_range": lambda: place.read_range("a.gww", 0, 2),
+        "remove": lambda: place.remove("a.gww"),
+        "names": place.names,
+    }
+    calls["write"]()
+    raised: BaseException = EndpointConnectionError("no network")
+
+    def failing(*words: object, **options: object) -> None:
+        raise raised
+
+    for name in CALLS:
+        monkeypatch.setattr(MemoryFileSystem, name, failing)
+    for call in calls.values():
+        with pytest.raises(OSError, match=f"{url}.*: EndpointConnectionError: no network") as caught:
+            call()
+        assert caught.value.__cause__ is raised
+    # What has a meaning here stays as it is.
+    for raised in (KeyboardInterrupt(), gw.PayloadError("own"), PermissionError("not yours")):
+        for call in calls.values():
+            with pytest.raises(type(raised)) as kept:
+                call()
+            assert kept.value is raised
+
+
+def test_errors_of_pieces_that_are_encoded_while_they_are_written_stay_as_they_are(url: str) -> None:
+    class Pieces(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            yield b"abc"
+            raise ZeroDivisionError("in an encoder")
+
+    with pytest.raises(ZeroDivisionError, match="in an encoder"):
+        UrlPlace(url).write("a.gww", Pieces())

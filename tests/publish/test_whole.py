@@ -243,6 +243,29 @@ def test_patches_that_change_everything_are_coded_whole(tmp_path: Path) -> None:
     assert same(served, trained)
 
 
+@pytest.mark.parametrize(("numel", "dtype"), [(5, torch.float32), (3000, torch.int8)], ids=["short", "int8"])
+def test_a_patch_that_waits_has_the_weights_of_its_step(
+    numel: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of blocks that coding does not shorten, it has the bytes, and the trainer goes on with its tensors."""
+    trained = {"w": any_bits(numel, dtype), "frozen": torch.zeros(1000)}
+    moving = {"w": trained["w"]}
+    publisher = gw.WeightPublisher(trained, tmp_path, base="sums")
+    subscriber = gw.WeightSubscriber(served := zeros(trained), tmp_path)
+    publisher.publish(0)
+    assert subscriber.update() == 0
+    nudge(moving, 0, 0.5)
+    with monkeypatch.context() as context:
+        context.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
+        with pytest.raises(OSError, match="no space left"):
+            publisher.publish(1)
+    nudge(moving, 1, 0.5)
+    publisher.publish(2)
+    assert subscriber.update() == 2
+    assert [file.name.split()[0] for file in subscriber.applied] == ["patch", "patch"]
+    assert same(served, trained)
+
+
 def test_pieces_are_found_by_their_lengths() -> None:
     """Two tensors in a chunk, the first of two pieces: each piece decodes by itself."""
     layout = Layout([Entry("a", BY_DTYPE[torch.bfloat16], (600_000,)), Entry("b", BY_DTYPE[torch.float32], (50,))])

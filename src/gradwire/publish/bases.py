@@ -11,6 +11,7 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.publish.chunks import EncodedChunk, codec_kernels
+from gradwire.publish.container import RAW
 from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.weights import Readable
 from gradwire.publish.whole import encode_whole
@@ -97,6 +98,9 @@ class SummedBase:
             return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
         chunk = encode_whole(self._layout.spans(*run), joined)
+        if chunk.kind == RAW:
+            # A patch may wait for the next step to be written, and the pieces may be the weights' own memory.
+            chunk.pieces = [piece.copy() for piece in chunk.pieces]
         chunk.sums = sums
         return chunk
 

@@ -174,9 +174,17 @@ class Following:
                 held.weights.scatter()
 
     def settle(self) -> None:
-        """Make what was written the weights, unless writing was interrupted."""
+        """Make what was written the weights, unless writing was interrupted.
+
+        Raises:
+            IncompatibleError: tensors that share memory cannot hold what was written.
+        """
         if all(held.sums is not None for held in self.parts.values()):
-            self.weights.commit()
+            try:
+                self.weights.commit()
+            except IncompatibleError:
+                self.forget()
+                raise
         else:
             self.weights.abandon()
 

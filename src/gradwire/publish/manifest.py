@@ -211,12 +211,25 @@ class Manifest:
         return replace(self, files=(*self.files, *files))
 
 
-def read_manifest(place: Place) -> Manifest | None:
+def read_manifest(place: Place, attempts: int = 1) -> Manifest | None:
     """Return the manifest of a place; None if there is none.
+
+    Args:
+        place: The place.
+        attempts: Readings before an error is raised. While a manifest is being replaced, some places return a part of
+            it, or none.
 
     Raises:
         PayloadError: it is damaged.
+        OSError: it cannot be read.
     """
+    for _ in range(attempts - 1):
+        with contextlib.suppress(PayloadError, OSError):
+            return _read_manifest(place)
+    return _read_manifest(place)
+
+
+def _read_manifest(place: Place) -> Manifest | None:
     try:
         data = place.read(MANIFEST, MAX_MANIFEST_BYTES)
     except FileNotFoundError:

@@ -16,7 +16,7 @@ import torch
 from gradwire.errors import ExchangeError, HyperparameterError, IncompatibleError, PayloadError
 from gradwire.exchange.method import Method
 from gradwire.publish.bases import open_base
-from gradwire.publish.boxes import Strips, TensorBox, TensorPiece, check_strips, covers
+from gradwire.publish.boxes import Strips, check_strips
 from gradwire.publish.chunks import codec_kernels
 from gradwire.publish.container import NO_STEP
 from gradwire.publish.encoder import File, StepEncoder
@@ -25,7 +25,7 @@ from gradwire.publish.layout import Layout
 from gradwire.publish.lossy import LossyPatches, lossy_spec
 from gradwire.publish.manifest import MANIFEST, Manifest, PublishedFile, read_manifest, remove_unlisted
 from gradwire.publish.part_ranks import Alone, GroupRanks, PartRanks, any_of, together
-from gradwire.publish.shards import CutTensors, is_shard, own_pieces
+from gradwire.publish.shards import CutTensors, is_shard, own_pieces, parts_of
 from gradwire.publish.stores import Place, open_place
 from gradwire.publish.weights import Readable, Weights, named_tensors, readable
 
@@ -151,7 +151,7 @@ class WeightPublisher:
         if rounding is not None and base == "sums":
             raise HyperparameterError('base="sums" has no copy of what readers hold, which lossy= compares with')
         run = self._ranks.gather(secrets.token_bytes(16))[0]
-        parts, part = _parts_of(self._ranks, layout, self._cut)
+        parts, part = parts_of(self._ranks, layout, self._cut)
         self._encoder: StepEncoder | None = None
         with together(self._ranks, "open its base"):
             if layout is not None:
@@ -161,12 +161,16 @@ class WeightPublisher:
         told = [json.loads(row) for row in self._ranks.gather(json.dumps(sizes).encode())]
         nbytes, self._elements = (sum(numbers) for numbers in zip(*told))
         self._manifest = Manifest(run.hex(), parts, nbytes, (), self._cut, spec)
-        self._step, self._since_anchor = NO_STEP, 0
+        self._step, self._since_anchor, self._changed = NO_STEP, 0, 0
         # Whether the base and the sums are those of the latest step.
         self._chained = False
         # Files that no manifest names yet, and whether they are written.
         self._pending: list[tuple[File, bool]] = []
         self._claimed = False
+        # Last files of the manifests that this publisher has written, or may have written though an error was raised.
+        self._latest: set[PublishedFile] = set()
+        # Names of files of runs before.
+        self._former: set[str] = set()
         codec_kernels()
         if resume and self._place is not None:
             self._resume(self._place, weights)
@@ -178,14 +182,15 @@ class WeightPublisher:
 
     @property
     def step(self) -> int:
-        """The latest step that was encoded; -1 before the first."""
+        """The latest step that was written, or whose patch waits to be written; -1 before the first."""
         return self._step
 
     def publish(self, step: int, tensors: Weights | None = None) -> Publication:
         """Publish the current weights; with sharded weights, all ranks call it, and each publishes its own shards.
 
-        If a patch cannot be written, the error is raised, and the next call writes it before its own. If more bytes
-        are waiting than the weights have, they are dropped, and the next call writes an anchor instead.
+        If a patch cannot be written, the error is raised, and the next call, or :meth:`flush`, writes it first. If more
+        bytes are waiting than the weights have, they are dropped, and the next call writes an anchor instead. A step
+        may be published again if its weights could not be read, or its anchor not be written.
 
         Args:
             step: Number of the step, 0 to 2^63 - 1, larger than the one before.
@@ -214,6 +219,8 @@ class WeightPublisher:
         with together(self._ranks, f"encode its part of step {step}"):
             patch, anchor, changed = self._encode(step, weights, chained, due, exact)
         encoded = time.perf_counter()
+        if chained:
+            self._step, self._changed = step, changed
         if self._channel is not None:
             file = anchor or patch
             if file is not None:
@@ -222,14 +229,30 @@ class WeightPublisher:
         else:
             # If anchors alone cannot be sent, no patch may follow them.
             self._chained = chained
+            self._pending += [(patch, False)] if patch else []
             totals = self._send(step, patch, anchor, changed)
-        self._chained = True
+        self._step, self._chained = step, True
         self._since_anchor = 0 if exact else self._since_anchor
         written = time.perf_counter()
         return Publication(
             step, totals[0], totals[1], self._manifest.nbytes, self._elements, totals[2], encoded - began,
             written - encoded,
         )  # fmt: skip
+
+    def flush(self) -> Publication | None:
+        """Write the patches that could not be written; return the publication of the latest, or None if none waits.
+
+        With sharded weights, all ranks call it.
+
+        Raises:
+            ExchangeError: another publisher has taken over the place, or another rank could not write its part.
+        """
+        if not any_of(self._ranks, bool(self._pending)):
+            return None
+        began, patch = time.perf_counter(), self._pending[-1][0] if self._pending else None
+        sent, _, changed = self._send(self._step, patch, None, self._changed)
+        spent = 0.0, time.perf_counter() - began
+        return Publication(self._step, sent, 0, self._manifest.nbytes, self._elements, changed, *spent)
 
     def _readable(self, tensors: Weights) -> Readable | None:
         """Return what this rank publishes; None if that is nothing."""
@@ -289,6 +312,7 @@ class WeightPublisher:
         if self._encoder is not None:
             self._encoder.run = bytes.fromhex(manifest.run)
         self._manifest, self._step, self._chained, self._claimed = manifest, manifest.step, True, True
+        self._latest = {manifest.files[-1]}
         stages = reversed(manifest.stages)
         self._since_anchor = next((i for i, stage in enumerate(stages) if stage.kind == "anchor"), 0)
 
@@ -296,7 +320,6 @@ class WeightPublisher:
         self, step: int, weights: Readable | None, chained: bool, due: bool, exact: bool
     ) -> tuple[File | None, File | None, int]:
         """Return the patch and the anchor of a step, if it has them, and the number of changed elements."""
-        base_step, self._step = self._step, step
         if not chained:
             self._pending.clear()
         encoder = self._encoder
@@ -304,9 +327,7 @@ class WeightPublisher:
             return None, None, 0
         patch, changed = None, encoder.layout.elements
         if chained:
-            patch, changed = encoder.patch(step, base_step, weights, exact=exact)
-            if not self._channel:
-                self._pending.append((patch, False))
+            patch, changed = encoder.patch(step, self._step, weights, exact=exact)
         else:
             encoder.fill(weights)
         return patch, encoder.anchor(step, weights.read) if due else None, changed
@@ -339,48 +360,38 @@ class WeightPublisher:
         manifest = whole.kept(self._keep_anchors)
         with together(ranks, "replace the manifest"):
             if ranks.rank == 0:
+                if not self._claimed:
+                    self._former |= _listed(place)
+                self._latest.add(manifest.files[-1])
                 place.write(MANIFEST, [manifest.pack()])
-                remove_unlisted(place, manifest, {file.name for file in whole.files})
+                remove_unlisted(place, manifest, {*self._former, *(file.name for file in whole.files)})
         self._manifest, self._claimed = manifest, True
+        self._latest, self._former = {manifest.files[-1]}, set()
         self._pending.clear()
         return [sum(numbers) for numbers in zip(*(row["sizes"] for row in rows))]
 
     def _check_owner(self, place: Place) -> None:
         """Refuse to write where another publisher has begun."""
         manifest = read_manifest(place)
+        remedy = "give each publisher a place of its own, or end one of them"
         if manifest is not None and manifest.run != self.run:
             raise ExchangeError(
-                f"run {manifest.run[:8]} has taken over {place}, where run {self.run[:8]} published: give each "
-                "publisher a place of its own, or end one of them"
+                f"run {manifest.run[:8]} has taken over {place}, where run {self.run[:8]} published: {remedy}"
+            )
+        # A cache may serve an older manifest for a while.
+        if manifest is not None and manifest.step >= self._manifest.step and manifest.files[-1] not in self._latest:
+            raise ExchangeError(
+                f"another publisher has gone on with run {self.run[:8]} in {place}, to step {manifest.step}: {remedy}"
             )
 
 
-def _parts_of(ranks: PartRanks, layout: Layout | None, cut: bool) -> tuple[tuple[str, ...], int | None]:
-    """Return the digests of all parts' layouts, and the number of this rank's part.
-
-    Raises:
-        IncompatibleError: the pieces of all ranks are not all tensors, each element once.
-    """
-    rows = [] if layout is None else [[entry.name, entry.kind.name] for entry in layout.entries]
-    own = json.dumps([layout.digest.hex() if layout else "", rows if cut else []]).encode()
-    told = [json.loads(row) for row in ranks.gather(own)]
-    parts = tuple(digest for digest, _ in told if digest)
-    if not parts:
-        raise IncompatibleError("there are no tensors: pass a module, named tensors, or a safetensors file or folder")
-    boxes: dict[str, list[TensorBox]] = {}
-    kinds: dict[str, set[object]] = {}
-    for label, kind in (row for _, rows in told for row in rows):
-        piece = TensorPiece.parse(label)
-        boxes.setdefault(piece.name, []).append(piece.box)
-        kinds.setdefault(piece.name, set()).add((kind, piece.box.whole))
-    for name, found in boxes.items():
-        if len(kinds[name]) > 1 or not covers(TensorBox.of_all(found[0].whole), found):
-            raise IncompatibleError(
-                f"the shards of {name!r} that all ranks hold are not the whole tensor, each element once: "
-                f"{', '.join(map(str, found[:8]))}; group= names the ranks that publish"
-            )
-    before = sum(1 for digest, _ in told[: ranks.rank] if digest)
-    return parts, before if cut and layout is not None else None
+def _listed(place: Place) -> set[str]:
+    """Return the names of the files that are listed in a place before a publisher's first manifest."""
+    # They are read for being removed, which is no reason to fail.
+    with contextlib.suppress(PayloadError, OSError):
+        manifest = read_manifest(place)
+        return {file.name for file in manifest.files} if manifest else set()
+    return set()
 
 
 def _is_sharded(tensors: Weights) -> bool:

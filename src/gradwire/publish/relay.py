@@ -25,7 +25,8 @@ class PlaceRelay:
     """Serves the readers of a folder, a URL or a store.
 
     Patches are passed on as they came. Anchors need not come: they are encoded from the weights at hand, at the steps
-    at which the publisher has one, and where the place has no files that lead to the first patch.
+    at which the publisher has one, and where the place has no files that lead to the first patch. What comes a second
+    time, since this process was restarted or the weights were fetched anew, is in the place already, and is left out.
 
     Args:
         place: The place.
@@ -41,15 +42,19 @@ class PlaceRelay:
         # Files that were checked and are not written yet, by the manifest that will name them.
         self._pending: list[tuple[StepFiles, Files]] = []
         self._waiting = 0
+        # Files of runs before, to remove when the next manifest is written.
+        self._former: set[str] = set()
 
     def add(self, source: Manifest, held: Following, stage: StepFiles, data: Files) -> None:
         """Take files that have just been written to the weights at hand."""
         if [held.selected for held in held.parts.values()] != [None] * len(source.parts):
             raise IncompatibleError("a relay serves whole weights: give it tensors that are not sliced")
-        if self._manifest is None or (self._manifest.run, self._manifest.parts) != (source.run, source.parts):
-            self._manifest, self._pending, self._waiting = replace(source, files=()), [], 0
+        if self._is_of_another_run(source):
+            self._begin(source)
         latest = self._latest()
-        if stage.kind == "patch" and stage.base_states != latest:
+        if latest is not None and _place_of(stage) <= _place_of(latest):
+            return
+        if stage.kind == "patch" and (latest is None or stage.base_states != latest.states):
             # Nothing here leads to the patch: begin with the weights that it led to.
             self.anchor(held)
             return
@@ -77,10 +82,8 @@ class PlaceRelay:
 
     def flush(self, source: Manifest | None, held: Following) -> None:
         """Write what has been taken, and the manifest."""
-        if source is not None and (self._manifest is None or self._manifest.run != source.run):
-            self._manifest = replace(source, files=())
-        if held.states is not None and self._latest() != held.states:
-            self.anchor(held)
+        if source is not None and held.step is not None and held.run == bytes.fromhex(source.run):
+            self._follow(source, held, held.step)
         manifest = self._manifest
         if manifest is None or not self._pending:
             return
@@ -91,13 +94,39 @@ class PlaceRelay:
         new = whole.kept(self._keep_anchors)
         self._place.write(MANIFEST, [new.pack()])
         self._manifest, self._pending, self._waiting = new, [], 0
-        remove_unlisted(self._place, new, {file.name for file in whole.files})
+        former, self._former = self._former, set()
+        remove_unlisted(self._place, new, {*former, *(file.name for file in whole.files)})
 
-    def _latest(self) -> tuple[str, ...] | None:
+    def _follow(self, source: Manifest, held: Following, step: int) -> None:
+        """Take an anchor of the weights at hand if what has been taken does not lead to them."""
+        if self._is_of_another_run(source):
+            self._begin(source)
+        latest = self._latest()
+        if latest is not None and latest.states != held.states and (step, True) <= _place_of(latest):
+            if step < source.step:
+                # An update that failed on its way: the place has a later step of this run.
+                return
+            # The publisher has gone back, such as to a copy of its place: what it published since is of no use.
+            self._begin(source)
+            latest = None
+        if latest is None or latest.states != held.states:
+            self.anchor(held)
+
+    def _is_of_another_run(self, source: Manifest) -> bool:
+        manifest = self._manifest
+        return manifest is None or (manifest.run, manifest.parts) != (source.run, source.parts)
+
+    def _begin(self, source: Manifest) -> None:
+        """Begin a manifest without files."""
+        self._former |= {file.name for file in self._manifest.files} if self._manifest else set()
+        self._manifest, self._pending, self._waiting = replace(source, files=()), [], 0
+
+    def _latest(self) -> StepFiles | None:
+        """Return the last files that are listed, or will be."""
         if self._pending:
-            return self._pending[-1][0].states
+            return self._pending[-1][0]
         stages = self._manifest.stages if self._manifest else ()
-        return stages[-1].states if stages else None
+        return stages[-1] if stages else None
 
     def _take(self, stage: StepFiles, data: Files) -> None:
         self._waiting += sum(file.nbytes for file in stage.files)
@@ -116,6 +145,11 @@ class PlaceRelay:
                 break
             patches, nbytes = patches + 1, nbytes + sum(file.nbytes for file in stage.files)
         return patches >= _MOST_PATCHES or nbytes > source.nbytes
+
+
+def _place_of(stage: StepFiles) -> tuple[int, bool]:
+    """Return a stage's place in the order of a manifest: an anchor comes after the patch of its step."""
+    return stage.step, stage.kind == "anchor"
 
 
 class GroupRelay:

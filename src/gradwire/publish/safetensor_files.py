@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from gradwire.errors import IncompatibleError
 from gradwire.publish.layout import BY_NAME, Entry, Layout
 
 _MAX_HEADER_BYTES = 100_000_000
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<shards>\d+)(?P<rest>.*)\.safetensors")
+"""Name of a file of a checkpoint in several files, such as model-00001-of-00004.safetensors."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,18 @@ def read_places(file: Path) -> dict[Entry, TensorPlace]:
     """Read the header of a file: the tensors, and where their bytes lie.
 
     Raises:
-        IncompatibleError: it is not a complete safetensors file, or has a type that is not known here.
+        IncompatibleError: it is not a complete safetensors file, has a type that is not known here, or cannot be read.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > min(size - 8, _MAX_HEADER_BYTES):
-            raise IncompatibleError(f"{file} is not a safetensors file, or not complete: its header is cut off")
-        text = stream.read(length)
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > min(size - 8, _MAX_HEADER_BYTES):
+                raise IncompatibleError(f"{file} is not a safetensors file, or not complete: its header is cut off")
+            text = stream.read(length)
+    except OSError as error:
+        raise IncompatibleError(f"{file} cannot be read: {error.strerror or error}") from error
     try:
         header = json.loads(text)
         rows = [(name, row) for name, row in header.items() if name != "__metadata__"]
@@ -53,23 +59,72 @@ def read_places(file: Path) -> dict[Entry, TensorPlace]:
     return {entry: TensorPlace(file, 8 + length + begin) for entry, (begin, _) in found.items()}
 
 
-def files_of(path: Path) -> list[Path]:
-    """Return the safetensors files that a path names: itself, or all in a folder.
+def read_all_places(files: Sequence[Path]) -> dict[Entry, TensorPlace]:
+    """Read the headers of files that are one model.
 
     Raises:
-        IncompatibleError: there is none, or an index names one that is not there.
+        IncompatibleError: a file is not complete or cannot be read, or two files have a tensor of the same name.
+    """
+    places: dict[Entry, TensorPlace] = {}
+    owners: dict[str, Path] = {}
+    for file in files:
+        for entry, place in read_places(file).items():
+            other = owners.setdefault(entry.name, file)
+            if other != file:
+                raise IncompatibleError(
+                    f"{other} and {file.name} both have a tensor {entry.name!r}: pass the file that is the model, or "
+                    "keep the other one in another folder"
+                )
+            places[entry] = place
+    return places
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the safetensors files that a path names.
+
+    These are the file itself, or, of a folder, the files that its index names, or all if it has no index.
+
+    Raises:
+        IncompatibleError: there is none, one of several shards is not there, or an index cannot be read.
     """
     if path.is_file():
         return [path]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
+    found = {file.name: file for file in path.glob("*.safetensors")}
+    if not found:
         raise IncompatibleError(f"{path} is neither a safetensors file nor a folder with some")
-    for index in path.glob("*.safetensors.index.json"):
-        wanted = set(json.loads(index.read_text()).get("weight_map", {}).values())
-        missing = wanted - {file.name for file in files}
+    indexed = set[str]()
+    for index in sorted(path.glob("*.safetensors.index.json")):
+        wanted = _indexed(index)
+        missing = wanted - found.keys()
         if missing:
             raise IncompatibleError(f"{path} is not complete: {index.name} names {min(missing)}, which is not there")
-    return files
+        indexed |= wanted
+    if not indexed:
+        _check_shards(path, found)
+    return [found[name] for name in sorted(indexed or found)]
+
+
+def _indexed(index: Path) -> set[str]:
+    """Return the names of the files that an index names."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IncompatibleError(f"{index} is not a complete index of safetensors files: {error!r}") from error
+    return {str(name) for name in names}
+
+
+def _check_shards(path: Path, names: Iterable[str]) -> None:
+    """Refuse a folder that lacks a shard: shards are written one after the other, and their index is written last."""
+    shards: dict[tuple[str, str, str], set[int]] = {}
+    for match in filter(None, map(_SHARD.fullmatch, names)):
+        shards.setdefault((match["stem"], match["shards"], match["rest"]), set()).add(int(match["number"]))
+    for (stem, count, rest), numbers in shards.items():
+        # Some writers count shards from 0.
+        first = 0 if 0 in numbers else 1
+        missing = next((number for number in range(first, first + int(count)) if number not in numbers), None)
+        if missing is not None:
+            name = f"{stem}-{missing:0{len(count)}d}-of-{count}{rest}.safetensors"
+            raise IncompatibleError(f"{path} is not complete: {name} is not there")
 
 
 def header_of(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:

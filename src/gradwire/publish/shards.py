@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.publish.boxes import Strips, TensorBox, TensorPiece, pieces_of
+from gradwire.publish.boxes import Strips, TensorBox, TensorPiece, covers, pieces_of
 from gradwire.publish.layout import BlockSpan, Entry, Layout
+from gradwire.publish.part_ranks import PartRanks
 from gradwire.publish.weights import LiveTensors, Readable, Tensors, named_tensors
 
 
@@ -98,6 +100,34 @@ def own_pieces(weights: Tensors, strips: Strips, rank: int, dtype: torch.dtype |
 
 def _view(tensor: torch.Tensor, piece: TensorPiece, outer: TensorBox) -> torch.Tensor:
     return tensor.detach()[piece.box.within(outer)]
+
+
+def parts_of(ranks: PartRanks, layout: Layout | None, cut: bool) -> tuple[tuple[str, ...], int | None]:
+    """Return the digests of all parts' layouts, and the number of this rank's part.
+
+    Raises:
+        IncompatibleError: the pieces of all ranks are not all tensors, each element once.
+    """
+    rows = [] if layout is None else [[entry.name, entry.kind.name] for entry in layout.entries]
+    own = json.dumps([layout.digest.hex() if layout else "", rows if cut else []]).encode()
+    told = [json.loads(row) for row in ranks.gather(own)]
+    parts = tuple(digest for digest, _ in told if digest)
+    if not parts:
+        raise IncompatibleError("there are no tensors: pass a module, named tensors, or a safetensors file or folder")
+    boxes: dict[str, list[TensorBox]] = {}
+    kinds: dict[str, set[object]] = {}
+    for label, kind in (row for _, rows in told for row in rows):
+        piece = TensorPiece.parse(label)
+        boxes.setdefault(piece.name, []).append(piece.box)
+        kinds.setdefault(piece.name, set()).add((kind, piece.box.whole))
+    for name, found in boxes.items():
+        if len(kinds[name]) > 1 or not covers(TensorBox.of_all(found[0].whole), found):
+            raise IncompatibleError(
+                f"the shards of {name!r} that all ranks hold are not the whole tensor, each element once: "
+                f"{', '.join(map(str, found[:8]))}; group= names the ranks that publish"
+            )
+    before = sum(1 for digest, _ in told[: ranks.rank] if digest)
+    return parts, before if cut and layout is not None else None
 
 
 class CutTensors:

@@ -6,18 +6,21 @@ import contextlib
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 
-from gradwire.errors import BackendError, IncompatibleError, PayloadError
+from gradwire.errors import BackendError, GradwireError, IncompatibleError, PayloadError
 from gradwire.publish.container import Octets, view_of
 from gradwire.publish.safetensor_files import sync
 
 PIECE_BYTES = 1 << 22
 """Bytes of a value in a store of torch.distributed at most, beside its head."""
+
+_ONE_CALL_BYTES = 1 << 26
+"""Bytes up to which a file at a URL is read by a single call. A manifest has no more."""
 
 _INLINE, _STORE_HEAD = b"--------", 16
 
@@ -100,20 +103,24 @@ class UrlPlace:
     Object stores put a file at once. Elsewhere a reader may see a part of a file that is being written: the manifest
     carries a digest, so that a part of it is refused, and it names no other file before that is written.
 
+    File systems have exceptions of their own, such as botocore's EndpointConnectionError. They are raised as OSError.
+
     Raises:
         BackendError: fsspec, or the package that the URL's file system needs, is not installed.
+        OSError: the file system cannot be reached.
     """
 
     def __init__(self, url: str) -> None:
-        try:
-            # Imported here, since importing it takes time that others need not spend.
-            from fsspec.core import url_to_fs
+        with _calls_to(url):
+            try:
+                # Imported here, since importing it takes time that others need not spend.
+                from fsspec.core import url_to_fs
 
-            self._system, self._root = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise BackendError(
-                f"{url} cannot be opened ({error}): pip install fsspec and the package it names"
-            ) from error
+                self._system, self._root = url_to_fs(url)
+            except (ImportError, ValueError) as error:
+                raise BackendError(
+                    f"{url} cannot be opened ({error}): pip install fsspec and the package it names"
+                ) from error
         self._url = url
 
     def __str__(self) -> str:
@@ -123,17 +130,31 @@ class UrlPlace:
         return f"{self._root.rstrip('/')}/{name}"
 
     def write(self, name: str, pieces: Sequence[Octets | bytes]) -> None:
-        self._system.makedirs(self._root, exist_ok=True)
-        with self._system.open(self._path(name), "wb") as stream:
+        with _calls_to(self._url):
+            self._system.makedirs(self._root, exist_ok=True)
+            stream = self._system.open(self._path(name), "wb")
+        try:
+            # Pieces may be encoded here, and raise errors of their own.
             for piece in pieces:
-                stream.write(view_of(piece).cast("B"))
+                with _calls_to(self._url):
+                    stream.write(view_of(piece).cast("B"))
+        finally:
+            with _calls_to(self._url):
+                stream.close()
 
     def read(self, name: str, most_bytes: int) -> Octets:
-        self._system.invalidate_cache()
-        size = int(self._system.info(self._path(name))["size"])
-        _check_size(f"{self._url}/{name}", size, most_bytes)
+        path, what = self._path(name), f"{self._url}/{name}"
+        with _calls_to(self._url):
+            self._system.invalidate_cache()
+            if most_bytes <= _ONE_CALL_BYTES:
+                # The file may be replaced between two calls, and then has another size than it had at the first.
+                data = self._system.cat_file(path, start=0, end=most_bytes + 1)
+                if len(data) <= most_bytes:
+                    return np.frombuffer(bytearray(data), np.uint8)
+            size = int(self._system.info(path)["size"])
+        _check_size(what, size, most_bytes)
         out = np.empty(size, np.uint8)
-        with self._system.open(self._path(name), "rb") as stream:
+        with _calls_to(self._url), self._system.open(path, "rb") as stream:
             view, got = out.data, 0
             while got < size:
                 part = stream.read(min(PIECE_BYTES, size - got))
@@ -145,17 +166,30 @@ class UrlPlace:
 
     def read_range(self, name: str, begin: int, end: int) -> Octets:
         """Return the bytes ``begin .. end`` of a file, or fewer if it ends before."""
-        return np.frombuffer(self._system.cat_file(self._path(name), start=begin, end=end), np.uint8)
+        with _calls_to(self._url):
+            return np.frombuffer(self._system.cat_file(self._path(name), start=begin, end=end), np.uint8)
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _calls_to(self._url):
             self._system.rm_file(self._path(name))
 
     def names(self) -> list[str]:
-        self._system.invalidate_cache()
-        if not self._system.exists(self._root):
-            return []
-        return sorted(str(path).rpartition("/")[2] for path in self._system.ls(self._root, detail=False))
+        with _calls_to(self._url):
+            self._system.invalidate_cache()
+            if not self._system.exists(self._root):
+                return []
+            return sorted(str(path).rpartition("/")[2] for path in self._system.ls(self._root, detail=False))
+
+
+@contextlib.contextmanager
+def _calls_to(url: str) -> Iterator[None]:
+    """Raise exceptions of a URL's file system as OSError, with the original one as their cause."""
+    try:
+        yield
+    except (OSError, GradwireError, MemoryError):
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
 
 
 class StorePlace:

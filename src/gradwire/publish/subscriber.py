@@ -64,8 +64,8 @@ class WeightSubscriber:
     sharding the publisher has.
 
     Args:
-        tensors: The tensors to write to: a module, named tensors, or a safetensors file or folder. A file need not be
-            there yet; each update replaces it at once.
+        tensors: The tensors to write to: a module, named tensors, or a safetensors file or folder. Tensors may share
+            memory, as tied weights do. A file need not be there yet; each update replaces it at once.
         where: The place that the publisher was given. With a process group, all other ranks call :meth:`update` once
             for each ``publish`` of rank 0.
         slices: For tensors that are parts of published ones, by name: a range of indices for each dimension, or for
@@ -161,8 +161,8 @@ class WeightSubscriber:
 
         Raises:
             PayloadError: a file was refused, or the tensors have been changed by something else.
-            IncompatibleError: the published weights have other names, types or shapes, or ``into="staging"`` was given
-                for weights in a file.
+            IncompatibleError: the published weights have other names, types or shapes; tensors share memory, and cannot
+                hold the published values; or ``into="staging"`` was given for weights in a file.
             HyperparameterError: ``into`` is neither None nor "staging".
         """
         if into not in (None, STAGING):
@@ -203,10 +203,13 @@ class WeightSubscriber:
 
         Raises:
             HyperparameterError: nothing has been staged.
+            IncompatibleError: tensors share memory, and cannot hold the published values.
         """
         if self._staged is None or self._staged.step is None:
             raise HyperparameterError('there are no staged weights: call update(into="staging") first')
         live, staged = self._held.weights, self._staged.weights
+        # Until all is copied, the tensors are of no step.
+        self._held.forget()
         if isinstance(live, LiveTensors) and isinstance(staged, LiveTensors):
             live.copy_from(staged)
         self._held.become(self._staged)
@@ -230,6 +233,7 @@ class WeightSubscriber:
         if held.sums is None:
             held.identify(self._threads)
         head = read_head(octets)
+        self._check_run(head.name, head.run.hex())
         if head.kind == ANCHOR and head.run == held.run and held.step is not None and head.step <= held.step:
             raise PayloadError(f"{head.name} comes a second time, or late: these weights are of step {held.step}")
         try:
@@ -258,6 +262,12 @@ class WeightSubscriber:
             fetched = time.perf_counter()
             try:
                 head = read_head(data)
+            except PayloadError:
+                held.forget()
+                raise
+            # Files of another run change nothing: the next one of this subscriber's run may follow on.
+            self._check_run("the process group", head.run.hex())
+            try:
                 held.apply(head, data, self._threads)
             except PayloadError:
                 held.forget()
@@ -271,14 +281,10 @@ class WeightSubscriber:
                 self._relay.add(self._source, following, stage, [[data]])
 
     def _follow(self, place: Place, held: Following, full: bool, applied: list[AppliedFile]) -> None:
-        manifest = read_manifest(place)
+        manifest = read_manifest(place, _ATTEMPTS)
         if manifest is None:
             return
-        if self._run is not None and manifest.run != self._run:
-            raise PayloadError(
-                f"{place} has run {manifest.run[:8]}, and this subscriber follows run {self._run[:8]} alone: "
-                "build it with run=None to follow any"
-            )
+        self._check_run(str(place), manifest.run)
         if not manifest.files:
             return
         held.fit(manifest, lambda part: self._layout_of(place, manifest, part), self._threads)
@@ -294,6 +300,13 @@ class WeightSubscriber:
                 raise
             if self._relay is not None:
                 self._relay.add(manifest, held, stage, [[octets] for octets in data])
+
+    def _check_run(self, where: str, run: str) -> None:
+        if self._run is not None and run != self._run:
+            raise PayloadError(
+                f"{where} has run {run[:8]}, and this subscriber follows run {self._run[:8]} alone: build it with "
+                "run=None to follow any"
+            )
 
     def _layout_of(self, place: Place, manifest: Manifest, part: int) -> Layout:
         """Return the layout of a part, as its latest anchor states it."""
@@ -316,7 +329,9 @@ class WeightSubscriber:
         ]
         # Without the patches before, what a method remembers of them is missing.
         lacking = held.recognised and bool(manifest.lossy) and keeps_state(manifest.lossy)
-        if states is not None and not full and not lacking:
+        # Weights of another run may have the bytes of a step of this one; its patches are refused all the same.
+        foreign = held.run is not None and held.run.hex() != manifest.run
+        if states is not None and not full and not lacking and not foreign:
             ways.append(self._chain(stages, states, []))
         complete = [way for way in ways if way and way[-1].states == latest]
         if not complete:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from gradwire.errors import IncompatibleError
 from gradwire.publish.dcp_files import DistributedCheckpoint, is_dcp
 from gradwire.publish.following_file import FollowingFile
 from gradwire.publish.layout import BY_DTYPE, BlockSpan, Entry, Layout
-from gradwire.publish.safetensor_files import TensorPlace, files_of, read_places
+from gradwire.publish.safetensor_files import files_of, read_all_places
 
 Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """A module, or named tensors."""
@@ -66,7 +66,11 @@ class Writable(Protocol):
         ...
 
     def commit(self) -> None:
-        """Make what was written the weights."""
+        """Make what was written the weights.
+
+        Raises:
+            IncompatibleError: tensors that share memory cannot hold it.
+        """
         ...
 
     def abandon(self) -> None:
@@ -121,11 +125,33 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def _sharing(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
+    """Return, for each tensor whose memory overlaps that of others, the numbers of all of them.
+
+    Memory counts from a tensor's first byte to its last, also where a tensor with strides leaves bytes out.
+    """
+    rows = []
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            begin = tensor.data_ptr()
+            rows.append((str(tensor.device), begin, begin + (last + 1) * tensor.element_size(), number))
+    groups, latest, end = list[list[int]](), "", 0
+    for device, begin, stop, number in sorted(rows):
+        if device != latest or begin >= end:
+            groups.append([])
+            end = 0
+        groups[-1].append(number)
+        latest, end = device, max(end, stop)
+    return {number: tuple(group) for group in groups if len(group) > 1 for number in group}
+
+
 class LiveTensors:
     """Tensors in memory, to publish or to follow.
 
     Tensors on the CPU that are contiguous are read and written in place. Others pass through a copy on the CPU: spans
-    of it to publish, the whole tensor to follow.
+    of it to publish, the whole tensor to follow. So do tensors that share memory, such as tied weights under two names:
+    a patch moves each of them once.
 
     Args:
         weights: A module or named tensors.
@@ -139,6 +165,8 @@ class LiveTensors:
         self.layout = Layout(_entry(name, tensor, dtype) for name, tensor in tensors.items())
         self._tensors = [tensors[entry.name] for entry in self.layout.entries]
         self._copies: dict[int, torch.Tensor] = {}
+        # Found before the first write of each update: a parameter may have other memory by then.
+        self._shared: dict[int, tuple[int, ...]] | None = None
         self._lock = threading.Lock()
 
     def _direct(self, number: int) -> bool:
@@ -149,10 +177,10 @@ class LiveTensors:
 
     def read(self, span: BlockSpan) -> torch.Tensor:
         tensor, kind = self._tensors[span.tensor].detach(), span.kind
-        if self._direct(span.tensor):
-            return _octets(tensor)[span.octets]
         if span.tensor in self._copies:
             return _octets(self._copies[span.tensor])[span.octets]
+        if self._direct(span.tensor):
+            return _octets(tensor)[span.octets]
         part = tensor.reshape(-1)[span.begin // kind.numbers : span.stop // kind.numbers]
         return _octets(part.to(device="cpu", dtype=getattr(torch, kind.dtype)).contiguous())
 
@@ -164,21 +192,42 @@ class LiveTensors:
         """Do nothing: copies are made when they are written to."""
 
     def target(self, span: BlockSpan) -> torch.Tensor:
-        if self._direct(span.tensor):
+        shared = self._shared
+        if shared is None:
+            shared = self._shared = _sharing(self._tensors)
+        group = shared.get(span.tensor)
+        if group is None and self._direct(span.tensor):
             return _octets(self._tensors[span.tensor])[span.octets]
         with self._lock:
-            if span.tensor not in self._copies:
-                self._copies[span.tensor] = self._tensors[span.tensor].detach().to("cpu", copy=True).contiguous()
+            # All that share memory are copied before one of them is written, so that commit can compare them.
+            for number in group or (span.tensor,):
+                if number not in self._copies:
+                    self._copies[number] = self._tensors[number].detach().to("cpu", copy=True).contiguous()
         return _octets(self._copies[span.tensor])[span.octets]
 
     def commit(self) -> None:
-        for number, copy in self._copies.items():
-            with torch.no_grad():
+        copies, shared = self._copies, self._shared or {}
+        self.abandon()
+        with torch.no_grad():
+            for number, copy in copies.items():
                 self._tensors[number].copy_(copy)
-        self._copies.clear()
+        self._check_shared(shared, copies)
 
     def abandon(self) -> None:
-        self._copies.clear()
+        self._copies, self._shared = {}, None
+
+    def _check_shared(self, shared: Mapping[int, tuple[int, ...]], sources: Mapping[int, torch.Tensor]) -> None:
+        """Refuse values that tensors which share memory cannot all hold, after they have been written."""
+        for number, source in sources.items():
+            if number not in shared:
+                continue
+            held, wanted = (_octets(tensor.detach().cpu().contiguous()) for tensor in (self._tensors[number], source))
+            if not torch.equal(held, wanted):
+                names = " and ".join(repr(self.layout.entries[other].name) for other in shared[number][:8])
+                raise IncompatibleError(
+                    f"{names} share memory here, and the published values under these names differ: give each of them "
+                    "memory of its own, or publish and follow the module, which has tied weights once"
+                )
 
     def clone(self) -> LiveTensors:
         """Return copies of the tensors, on the CPU."""
@@ -190,10 +239,15 @@ class LiveTensors:
         return LiveTensors(copies)
 
     def copy_from(self, other: LiveTensors) -> None:
-        """Copy the values of tensors of the same layout."""
+        """Copy the values of tensors of the same layout.
+
+        Raises:
+            IncompatibleError: tensors that share memory cannot hold them.
+        """
         with torch.no_grad():
             for tensor, source in zip(self._tensors, other._tensors):
                 tensor.copy_(source)
+        self._check_shared(_sharing(self._tensors), dict(enumerate(other._tensors)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name."""
@@ -201,33 +255,35 @@ class LiveTensors:
 
 
 class SavedTensors:
-    """Weights in a safetensors file, or in all safetensors files of a folder, to publish.
+    """Weights in a safetensors file, or in the safetensors files of a folder, to publish.
 
     Bytes are read when they are needed, not mapped: a file that is cut short meanwhile is an error, not a crash.
 
     Raises:
-        IncompatibleError: a file is not complete or has types without a code.
+        IncompatibleError: a file is missing or not complete, or has types without a code, or two files have a tensor of
+            the same name.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        places: dict[Entry, TensorPlace] = {}
-        for file in files_of(self.path):
-            places |= read_places(file)
+        places = read_all_places(files_of(self.path))
         self.layout = Layout(places)
         self._places = [places[entry] for entry in self.layout.entries]
 
     def read(self, span: BlockSpan) -> torch.Tensor:
         place, part = self._places[span.tensor], span.octets
         out = np.empty(part.stop - part.start, np.uint8)
-        with place.file.open("rb", buffering=0) as stream:
-            stream.seek(place.offset + part.start)
-            view, got = out.data, 0
-            while got < len(out):
-                count = stream.readinto(view[got:])
-                if not count:
-                    raise IncompatibleError(f"{place.file} was cut short while it was read: publish it again")
-                got += count
+        try:
+            with place.file.open("rb", buffering=0) as stream:
+                stream.seek(place.offset + part.start)
+                view, got = out.data, 0
+                while got < len(out):
+                    count = stream.readinto(view[got:])
+                    if not count:
+                        raise IncompatibleError(f"{place.file} was cut short while it was read: publish it again")
+                    got += count
+        except OSError as error:
+            raise IncompatibleError(f"{place.file} cannot be read: {error.strerror or error}") from error
         return torch.from_numpy(out)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 import gradwire as gw
-from gradwire.errors import GradwireError, IncompatibleError, PayloadError
+from gradwire.errors import ExchangeError, GradwireError, IncompatibleError, PayloadError
 from gradwire.publish.container import ANCHOR, CHANGES, CODED, LOSSY, Octets, PatchHead, read_head
 from gradwire.publish.dcp_files import is_dcp
 from gradwire.publish.lossy import spec_of
@@ -76,30 +76,44 @@ def _stamp(path: Path) -> tuple[tuple[int, int], ...]:
 class FollowedFolder:
     """Publishes the checkpoints of a path, one after the other.
 
-    The run that is in the place goes on where the checkpoint of its latest step is still there. Otherwise a new run
-    begins with the newest checkpoint.
+    The run that is in the place goes on where the checkpoint of its latest step is still there and whole. Otherwise a
+    new run begins with the newest checkpoint. A checkpoint that cannot be read is left out once there is a newer one.
 
     Args:
         source: The path.
         to: The place.
         looks_again: Whether :meth:`publish` is called again and again: a checkpoint that is written over counts as
             whole when it is as it was at the call before. Otherwise it is published at once.
+        say: Called with one line for each checkpoint that is left out.
         settings: Of the publisher.
     """
 
-    def __init__(self, source: Path, to: str, *, looks_again: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        source: Path,
+        to: str,
+        *,
+        looks_again: bool = False,
+        say: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> None:
         self._source, self._to, self._settings = source, to, settings
         self._publisher: gw.WeightPublisher | None = None
-        self._looks_again = looks_again
+        self._looks_again, self._say = looks_again, say
         self._stamp: tuple[tuple[int, int], ...] = ()
         self._seen: tuple[tuple[int, int], ...] = ()
+        self._left_out: set[Path] = set()
 
     def publish(self) -> Iterator[gw.Publication]:
-        """Publish the checkpoints that are new and complete."""
+        """Publish what could not be written before, and the checkpoints that are new and complete."""
+        if self._publisher is not None:
+            waiting = self._publisher.flush()
+            if waiting is not None:
+                yield waiting
         checkpoints = find_checkpoints(self._source)
         if not checkpoints or self._is_being_written(checkpoints[-1]):
             return
-        if self._publisher is None:
+        if self._publisher is None or self._publisher.step < 0:
             checkpoints = self._begin(checkpoints)
         publisher = self._publisher
         if publisher is None:
@@ -111,9 +125,27 @@ class FollowedFolder:
                 if checkpoint.stamp == self._stamp:
                     continue
                 step = publisher.step + 1
-            if step > publisher.step:
-                yield publisher.publish(step, checkpoint.path)
-                self._stamp = checkpoint.stamp
+            if step <= publisher.step:
+                continue
+            try:
+                publication = publisher.publish(step, checkpoint.path)
+            except IncompatibleError as error:
+                # The newest one may still be in the making.
+                if checkpoint is checkpoints[-1]:
+                    raise
+                self._leave_out(checkpoint, error)
+                continue
+            finally:
+                # Also if its patch could not be written: it waits in the publisher.
+                if publisher.step == step:
+                    self._stamp = checkpoint.stamp
+            yield publication
+
+    def _leave_out(self, checkpoint: Checkpoint, error: IncompatibleError) -> None:
+        """Say once that a checkpoint cannot be read."""
+        if self._say is not None and checkpoint.path not in self._left_out:
+            self._say(f"{checkpoint.path} is left out, since there is a newer checkpoint: {error}")
+        self._left_out.add(checkpoint.path)
 
     def _is_being_written(self, checkpoint: Checkpoint) -> bool:
         """Return whether a checkpoint that is written over has changed since the last look."""
@@ -124,7 +156,7 @@ class FollowedFolder:
 
     def _begin(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         """Build the publisher; return the checkpoints to publish."""
-        with contextlib.suppress(PayloadError):
+        with contextlib.suppress(PayloadError, IncompatibleError):
             manifest = read_manifest(open_place(self._to))
             for checkpoint in checkpoints:
                 if manifest is not None and checkpoint.step in (None, manifest.step):
@@ -168,10 +200,15 @@ def publish(
     every_s: float,
     as_json: bool,
 ) -> None:
-    """Publish checkpoints, once or as they appear."""
+    """Publish checkpoints, once or as they appear.
+
+    Raises:
+        IncompatibleError: the path is not there, or a checkpoint is not complete.
+        ExchangeError: a file cannot be read or written.
+    """
     settings = {"anchor_every": anchor_every, "keep_anchors": keep_anchors, "base": base, "lossy": lossy}
-    follower = FollowedFolder(source, to, looks_again=watch, strips=strips_of(strips), **settings)
     rows, say = list[dict[str, Any]](), _Teller()
+    follower = FollowedFolder(source, to, looks_again=watch, say=say, strips=strips_of(strips), **settings)
     if lossy:
         say(f"differences are rounded by {gw.method(lossy)!r}; anchors are exact")
 
@@ -212,8 +249,10 @@ def subscribe(
 
     Raises:
         PayloadError: nothing has been published, or a file was refused.
+        ExchangeError: a file cannot be read or written.
     """
-    subscriber = gw.WeightSubscriber(to, source, relay=relay, lossy=lossy)
+    with _told():
+        subscriber = gw.WeightSubscriber(to, source, relay=relay, lossy=lossy)
     rows, say = list[dict[str, Any]](), _Teller()
 
     def turn() -> None:
@@ -237,10 +276,20 @@ def subscribe(
         print_json(rows)
 
 
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Raise errors of the operating system and of the network as those that commands tell in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ExchangeError(str(error)) from error
+
+
 def _repeat(turn: Any, watch: bool, every_s: float, say: Any) -> None:
     """Call a function once, or until Ctrl-C, when it fails with one line and goes on."""
     if not watch:
-        turn()
+        with _told():
+            turn()
         return
     last = ""
     try:
