@@ -195,7 +195,8 @@ class _Leaves:
     """Lets a membership leave when a signal comes. A second signal, and one after its end, does what it did before."""
 
     def __init__(self, membership: Membership, number: signal.Signals) -> None:
-        self.number, self.before, self.ended = number, signal.getsignal(number), False
+        self.number, self.ended = number, False
+        self.before: Any = signal.getsignal(number)
         self._held = weakref.ref(membership)
         signal.signal(number, self)
 
@@ -212,9 +213,11 @@ class _Leaves:
 
     def end(self) -> Any:
         """Handle no further signal; return what handles it from now on."""
-        self.ended, before = True, self.before
+        self.ended = True
+        before = self.before
         while isinstance(before, _Leaves) and before.ended:
             before = before.before
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(self.number) is self:
-            signal.signal(self.number, signal.SIG_DFL if before is None else before)
+        number = self.number
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is self:
+            signal.signal(number, signal.SIG_DFL if before is None else before)
         return before
