@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from explorer import CRASH, LEAVE, SPURIOUS, SUSPECT, Case, Wrong, explored, member
+from benchmarks.lib.membership_cases import SMALL
+from benchmarks.lib.membership_explorer import Explorer, explored
+from benchmarks.lib.membership_states import Wrong
+from benchmarks.lib.membership_workers import CRASH, LEAVE, PART, SPURIOUS, SUSPECT, Case, member
 from gradwire.link.membership import protocol, steps
 from gradwire.link.membership.epochs import changed_epoch, next_epoch
 from gradwire.link.membership.records import Epoch, EpochReport
 
-CASES = {
-    "a step, a crash": Case("abc", rounds=1, faults=(CRASH,)),
-    "a step, two crashes": Case("abc", rounds=1, faults=(CRASH,), most=2),
-    "two steps, one is stopped or cut off": Case("ab", rounds=2, faults=(SUSPECT,)),
-    "a step, both are stopped or cut off": Case("ab", rounds=1, faults=(SUSPECT,), most=2),
-    "two steps, one is stopped and comes again": Case("ab", rounds=2, faults=(SUSPECT,), again=True),
-    "two steps, what one receives is spoilt": Case("ab", rounds=2, faults=(SPURIOUS,)),
-    "two steps, one ends, the others may meet as they compute": Case("ab", rounds=2, faults=(CRASH,), looks=True),
-    "two steps, one is cut off, and they may meet as they compute": Case("ab", rounds=2, faults=(SUSPECT,), looks=True),
-    "a leave": Case("ab", rounds=2, faults=(LEAVE,)),
-    "a leave, and a crash": Case("ab", rounds=1, faults=(LEAVE, CRASH), most=2),
-    "a join": Case("ab", "c", rounds=2, faults=(CRASH,)),
-    "a join, one is stopped or cut off": Case("ab", "c", rounds=1, faults=(SUSPECT,)),
-    "a join and a leave": Case("ab", "c", rounds=2, faults=(LEAVE,)),
-    "two found a training": Case("", "ab", rounds=1, faults=(CRASH,), least=2),
-}
-"""These run in half a minute. ``python tests/explorer.py`` explores larger ones, for minutes each."""
+MESSAGES = {"Exchange", "Vote", "Propose", "Collect", "Put"}
+"""Messages of every training in which a round breaks."""
+
+ENDS = {CRASH: CRASH, LEAVE: "left", PART: "parted"}
+"""How a member ends at which one of these faults occurs."""
 
 
-@pytest.mark.parametrize("name", CASES)
+def faulted(case: Case, fault: str) -> set[str]:
+    """Return steps at which a fault has to occur, so that it has occurred everywhere."""
+    # In an epoch after the first, members meet after a fault, or one who comes.
+    others = case.most > 1 or len(case.comers) == case.rounds - 1 > 0 or not case.founded or case.leavers
+    meets = {"Meet"} if others else set()
+    if fault == PART:
+        return {"Pause"}
+    if fault == SPURIOUS:
+        return {"Exchange", "Vote"} | meets
+    comes = {"Ask", "Founders", "Await"} if case.comers and fault in (CRASH, LEAVE) else set()
+    # When one of three leaves, the others wait for the first of them, who takes others in.
+    leaves = len(case.founded) == 3 and (case.leavers or {LEAVE, CRASH} <= {*case.faults})
+    changes = {"Requests", "Await"} if leaves else set()
+    return MESSAGES | meets | comes | changes
+
+
+@pytest.mark.parametrize("name", SMALL)
 def test_no_order_and_no_fault_divides_the_members_or_makes_them_wait(name: str) -> None:
-    case = CASES[name]
+    case = SMALL[name]
     found = explored(case)
     # The exploration is worth something only if it came everywhere.
-    # In an epoch after the first, members meet after a fault, or one who comes.
-    meets = {"Meet"} if case.most > 1 or len(case.comers) == case.rounds - 1 > 0 or not case.founded else set()
-    assert {"Exchange", "Vote", "Count", "Propose", "Collect", "Put", "Break"} | meets <= found.steps
-    assert {"Exchange", "Vote", "Propose", "Collect", "Put"} | meets <= found.faulted
+    assert MESSAGES | {"Count", "Break"} <= found.steps
+    assert {fault: faulted(case, fault) - at for fault, at in found.faulted.items()} == {f: set() for f in case.faults}
     assert any("done" in ends for ends in found.ends)
-    if CRASH in case.faults:
-        assert any(CRASH in ends and "done" in ends for ends in found.ends)
+    kinds = {ENDS[fault] for fault in case.faults if fault in ENDS} | {"left" for _ in case.leavers}
+    # All faults in one history, if somebody is left then.
+    together = [kinds] if len(kinds) < len(case.letters) else [{kind} for kind in kinds]
+    assert all(any({"done"} | some <= {*ends} for ends in found.ends) for some in together)
+    for place in range(len(case.founded), len(case.letters)):
+        assert any(ends[place] == "done" for ends in found.ends), "a worker that comes is never taken in"
+    # Who is alone has nobody to follow.
+    assert ("follow" in found.steps) == (case.looks and (len(case.founded) > 2 or CRASH not in case.faults))
+    assert ("forgotten" in found.steps) == case.forgets
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("ab", rounds=1, faults=(CRASH, SUSPECT, LEAVE, SPURIOUS), looks=True),
+        Case("ab", rounds=2, faults=(LEAVE, CRASH), most=2),
+        Case("a", "b", rounds=2, faults=(CRASH, LEAVE, PART)),
+        Case("ab", rounds=1, faults=(SUSPECT,), again=True, forgets=True),
+        Case("ab", rounds=2, faults=(LEAVE,), quorum=1),
+    ],
+)
+def test_what_no_longer_makes_a_difference_to_a_worker_is_no_part_of_a_state(case: Case) -> None:
+    merged, whole = explored(case), Explorer(case, merges=False).explore()
+    assert merged.states < whole.states
+    assert (merged.ends.keys(), merged.steps, merged.faulted) == (whole.ends.keys(), whole.steps, whole.faulted)
 
 
 def test_the_explorer_finds_a_member_that_meets_others_before_it_has_applied_a_round(
@@ -96,6 +126,42 @@ def test_the_explorer_finds_a_proposal_that_overwrites_another(monkeypatch: pyte
     monkeypatch.setattr(protocol.Seat, "_agree", overwriting)
     with pytest.raises(Wrong):
         explored(Case("abc", rounds=1, faults=(CRASH,)))
+
+
+def test_the_explorer_finds_an_epoch_that_has_only_those_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deserted(epoch: Epoch, reports: dict[str, EpochReport]) -> Epoch:
+        found = next_epoch(epoch, reports)
+        stay = any(report.holds and not report.leaving for report in reports.values())
+        left = tuple(m for m in epoch.members if m.id in reports and reports[m.id].leaving)
+        return found if stay or not left else replace(found, members=left, new=())
+
+    monkeypatch.setattr(protocol, "next_epoch", deserted)
+    with pytest.raises(Wrong, match="to which nobody comes") as caught:
+        explored(Case("ab", "c", rounds=2, faults=(PART,)))
+    # The message tells how that comes about.
+    _, *way = str(caught.value).split("\n")
+    assert way[0].startswith("1. ")
+    assert any(line.endswith("; then parted") for line in way)
+    assert way[-1].endswith("; then out")
+
+
+def test_the_explorer_finds_a_member_that_begins_an_epoch_that_has_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = protocol.Seat._agree
+
+    def stubborn(self: protocol.Seat, report: EpochReport) -> steps.Steps[None]:
+        agreeing, reply = usual(self, report), None
+        while True:
+            try:
+                step = agreeing.send(reply)
+            except StopIteration:
+                return
+            reply = yield step
+            if isinstance(step, steps.Propose) and reply is None:
+                reply = step.epoch
+
+    monkeypatch.setattr(protocol.Seat, "_agree", stubborn)
+    with pytest.raises(Wrong):
+        explored(SMALL["a step, both are stopped, and records are removed"])
 
 
 A, B, C = (member(letter) for letter in "abc")
@@ -161,6 +227,8 @@ def test_who_leaves_stays_as_long_as_nobody_else_who_stays_has_the_state() -> No
     assert (found.members, found.new, found.round) == ((A, C), (C.id,), 7)
     assert next_epoch(epoch, {A.id: leaves, B.id: report("b", 7, met=False), C.id: new}).members == (B, C)
     assert next_epoch(epoch, {A.id: leaves}).members == ()
+    # One whose program has ended tells that nobody can take the state from it.
+    assert next_epoch(epoch, {A.id: replace(leaves, holds=False), C.id: new}).members == ()
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

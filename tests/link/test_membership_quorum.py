@@ -14,8 +14,11 @@ import torch
 from torch import nn
 
 import gradwire as gw
+from benchmarks.lib.membership_cases import QUORUM
+from benchmarks.lib.membership_explorer import explored
+from benchmarks.lib.membership_states import Wrong
+from benchmarks.lib.membership_workers import Case
 from crew import Crew, Worker, crew
-from explorer import CRASH, LEAVE, SPURIOUS, SUSPECT, Case, Wrong, explored
 from gradwire.exchange.protocols import Memory
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.link.membership import protocol, quorum, steps
@@ -69,25 +72,13 @@ def test_wrong_values_are_refused_before_anybody_is_asked(wrong: dict[str, Any])
 
 # ---------------------------------------------------------------------- the protocol
 
-CASES = {
-    "two steps, a crash": Case("ab", rounds=2, faults=(CRASH,), quorum=1),
-    "a step, one is stopped or cut off": Case("ab", rounds=1, faults=(SUSPECT,), quorum=1),
-    "a step, what one receives is spoilt": Case("ab", rounds=1, faults=(SPURIOUS,), quorum=1),
-    "a leave": Case("ab", rounds=2, faults=(LEAVE,), quorum=1),
-    "a join": Case("a", "b", rounds=2, faults=(CRASH,), quorum=1),
-    "three steps, nobody may be late": Case("ab", rounds=3, quorum=1, staleness=0),
-    "three members": Case("abc", rounds=1, quorum=2),
-}
-"""``python tests/explorer.py`` explores larger ones."""
 
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", QUORUM)
 def test_no_order_and_no_fault_divides_the_members_or_makes_them_wait(name: str) -> None:
-    found = explored(CASES[name])
+    found = explored(QUORUM[name])
     assert {"Roll", "Rest", "Exchange", "Vote", "Count"} <= found.steps
     assert any("done" in ends for ends in found.ends)
-    if CASES[name].faults:
-        assert "Roll" in found.faulted
+    assert all("Roll" in at for at in found.faulted.values())
 
 
 def test_the_explorer_finds_a_member_that_begins_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ def next_epoch(epoch: Epoch, reports: Mapping[str, EpochReport]) -> Epoch:
     present = [member for member in epoch.members if member.id in reports]
     alive = [member for member in present if not reports[member.id].leaving]
     if alive and not any(reports[member.id].holds for member in alive):
-        # Who leaves stays until others have the state.
-        alive = present
+        # Who was told to leave stays until others have the state; one whose program has ended has it no longer.
+        alive = [member for member in present if reports[member.id].holds or not reports[member.id].leaving]
     order = {member.id: place for place, member in enumerate(alive)}
     told = [report for id, report in reports.items() if id in order and not report.met]
     apart = {frozenset((r.id, missed)) for r in told for missed in {*r.missed} & order.keys() - {r.id}}

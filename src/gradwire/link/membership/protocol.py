@@ -352,7 +352,8 @@ class Seat:
         If the last round's votes have announced the next epoch, it has this member, which never comes to it.
         """
         announced, self.leaving, self.left = self._changes is not None, True, True
-        report = self.report()
+        # Nobody can take the state from it any more.
+        report = replace(self.report(), holds=False)
         return (report, replace(report, number=report.number + 1, met=False)) if announced else (report,)
 
     def report(self, missed: tuple[str, ...] = ()) -> EpochReport:
