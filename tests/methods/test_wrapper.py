@@ -67,9 +67,7 @@ CAST = gw.RandK(density=0.1, values=gw.BF16())
 
 
 @pytest.mark.parametrize("chunk_numel", [160, 1 << 20])
-@pytest.mark.parametrize(
-    "method", [*EVERY, CAST, gw.ErrorFeedback(compressor=CAST), gw.EF21(compressor=CAST)], ids=repr
-)
+@pytest.mark.parametrize("method", [*EVERY, CAST, gw.ErrorFeedback(compressor=CAST)], ids=repr)
 def test_no_two_chunks_compress_one_element(method: Method, chunk_numel: int) -> None:
     """What a wrapper adds to the runs of all chunks it adds once, beside a parameter in float32 as well."""
     like = {"first": torch.empty(20, 30), "small": torch.empty(10), "last": torch.empty(400)}
