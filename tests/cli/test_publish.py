@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,7 +333,7 @@ class Network:
         self.left, self.then = turns, then
         for name in ("open", "cat_file", "info", "makedirs", "rm_file", "exists", "ls"):
             monkeypatch.setattr(MemoryFileSystem, name, self._cut(getattr(MemoryFileSystem, name)))
-        monkeypatch.setattr("gradwire.tools.cli.publish_commands.time.sleep", self._sleep)
+        monkeypatch.setattr("gradwire.tools.cli.publish_commands.time", SimpleNamespace(sleep=self._sleep))
 
     def _cut(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def cut(*words: Any, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from torch import nn
 
 import gradwire as gw
 from crew import Crew, Worker, crew
+from gradwire.link.membership.board import ask_key
 from gradwire.link.membership.records import Request
 
 pytestmark = pytest.mark.ranks
@@ -56,6 +58,9 @@ def test_a_worker_that_waits_to_be_taken_in_leaves_when_it_is_told(least: int, m
             with pytest.raises(gw.LeftOutError, match="told to leave before it was taken in"):
                 link_on(membership)
             assert membership.left
+            # Nobody names it from now on.
+            assert membership.seat.me.id not in {request.member.id for request in membership.board.requests()}
+            assert not membership.board._do(lambda store: store.check([ask_key(membership.board._asked[0])]))
             if goes_on is not None:
                 goes_on.signal(signal.SIGCONT)
         if goes_on is not None:
@@ -87,7 +92,7 @@ def leave_while_stopped(
     parameter = nn.Parameter(torch.zeros(64))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     rule = {} if quorum is None else {"quorum": quorum, "late_s": 0.03, "staleness": 50}
-    with gw.join(address, secret=secret, name=name, least=3, silence_s=2.0, **rule) as membership:  # type: ignore[arg-type]
+    with gw.join(address, secret=secret, name=name, least=3, silence_s=5.0, **rule) as membership:  # type: ignore[arg-type]
         link = gw.Link([("weight", parameter)], spec, group=membership, optimizer=optimizer, min_numel=0)
         local, raised = bool(link.method.traits.local_steps), False
         while not membership.left and not pipe.poll():
@@ -113,6 +118,9 @@ def test_a_worker_that_was_told_to_leave_and_is_left_out_has_left(spec: str, quo
         a, b, c = (workers.start(name, leave_while_stopped, spec, quorum) for name in "abc")
         c.reach(3)
         c.signal(signal.SIGSTOP)
+        # What it has told by now is all that it told.
+        while c.read(0.5):
+            pass
         # The others go on without it.
         a.reach(max(c.steps) + 8)
         c.signal(signal.SIGTERM)
@@ -186,6 +194,38 @@ def test_a_signal_reaches_all_memberships_of_a_process(first_ends: bool, heard: 
         tell()
         assert heard == [signal.SIGUSR1]
         first.close()
+
+
+def test_a_membership_that_was_dropped_passes_signals_on(heard: list[int]) -> None:
+    with crew() as workers, crew() as others:
+        dropped = join(workers, signals=[signal.SIGUSR1])  # type: ignore[arg-type]
+        dropped.board.close()
+        del dropped
+        gc.collect()
+        with join(others, signals=[signal.SIGUSR1]) as membership:  # type: ignore[arg-type]
+            tell()
+            assert (membership.seat.leaving, heard) == (True, [])
+            tell()
+            assert heard == [signal.SIGUSR1]
+
+
+def test_a_handler_that_calls_the_one_before_hears_each_signal_once(heard: list[int]) -> None:
+    with crew() as workers:
+        with join(workers, signals=[signal.SIGUSR1]) as membership:  # type: ignore[arg-type]
+            ours, own = signal.getsignal(signal.SIGUSR1), list[int]()
+            assert callable(ours)
+
+            def pass_on(number: int, frame: FrameType | None) -> None:
+                own.append(number)
+                ours(number, frame)
+
+            signal.signal(signal.SIGUSR1, pass_on)
+            tell()
+            assert (membership.seat.leaving, heard, len(own)) == (True, [], 1)
+            tell()
+            assert (len(heard), len(own)) == (1, 2)
+        tell()
+        assert (len(heard), len(own)) == (2, 3)
 
 
 # ---------------------------------------------------------------------- what is carried

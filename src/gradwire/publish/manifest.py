@@ -217,7 +217,7 @@ def read_manifest(place: Place, attempts: int = 1) -> Manifest | None:
     Args:
         place: The place.
         attempts: Readings before an error is raised. While a manifest is being replaced, some places return a part of
-            it, or none.
+            it.
 
     Raises:
         PayloadError: it is damaged.

@@ -305,6 +305,12 @@ class Board:
 
         self._do(write)
 
+    def withdraw(self) -> None:
+        """Take back this worker's request, if it waits no longer."""
+        number = self._asked[0]
+        if number:
+            self._connection.do_unless_away(lambda store: store.delete_key(ask_key(number)))
+
     def requests(self) -> list[Request]:
         """Return the requests of workers that wait and were not named yet, the earliest first.
 

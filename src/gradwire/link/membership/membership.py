@@ -80,6 +80,8 @@ class Membership(Party):
     def trace(self) -> MembershipTrace:
         """Return who took part in which rounds so far, since the training began; see :func:`gradwire.replay`.
 
+        A worker that was left out, and left before it was in again, knows of none.
+
         Raises:
             IncompatibleError: this worker has not been a member yet, or rounds go on with a quorum.
         """
@@ -204,7 +206,11 @@ class _Leaves:
         had_ended, membership = self.ended, self._held()
         before = self.end()
         if had_ended or membership is None:
-            signal.raise_signal(self.number)
+            if callable(before):
+                before(got, frame)
+            elif before is not signal.SIG_IGN:
+                signal.signal(self.number, signal.SIG_DFL)
+                signal.raise_signal(self.number)
             return
         membership.leave()
         if isinstance(before, _Leaves):
@@ -215,7 +221,7 @@ class _Leaves:
         """Handle no further signal; return what handles it from now on."""
         self.ended = True
         before = self.before
-        while isinstance(before, _Leaves) and before.ended:
+        while isinstance(before, _Leaves) and (before.ended or before._held() is None):
             before = before.before
         number = self.number
         if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is self:

@@ -180,6 +180,9 @@ class MembershipLink(WatchingLink):
                 self._tell_left_out()
                 self._drop_brought()
                 self._seat.again()
+        # Members that are connected with it would take it in, and wait for it.
+        self._drop_preparation()
+        self._party.board.withdraw()
         self._seat.left = True
         self._hang_up("left the training")
         return False

@@ -45,7 +45,8 @@ class QuorumLink(MembershipLink):
         parameters, method, group, lanes, grad_scaler, optimizer, options: As for :class:`MembershipLink`.
 
     Raises:
-        HyperparameterError, BackendError, IncompatibleError, ExchangeError: as for :class:`MembershipLink`.
+        HyperparameterError, BackendError, IncompatibleError, ExchangeError, LeftOutError: as for
+            :class:`MembershipLink`.
     """
 
     _local: QuorumSteps
@@ -237,6 +238,7 @@ class QuorumLink(MembershipLink):
     def take_over(self) -> None:
         """Take over the global parameters as they are now, and other state of a member that took this worker in."""
         with self._lock, self._local.turn.changed:
+            self._left_in_step = False
             state, self._deferred = self._deferred, None
             if state is not None:
                 super()._take_values(state)

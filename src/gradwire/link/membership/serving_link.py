@@ -236,7 +236,7 @@ class ServingLink(PassingLink):
             for place in newcomers:
                 group.send(place, torch.frombuffer(bytearray(told), dtype=torch.uint8))
             for place in newcomers:
-                # It has all that it needs: the state may change.
+                # It has all that it needs, and the state may change; or 0, and it takes it from the first member.
                 group.receive(place, has_all := torch.empty(1, dtype=torch.uint8))
                 without += [] if has_all.item() else [place]
         finally:

@@ -133,17 +133,17 @@ class StateServer:
     def _accept(self) -> None:
         try:
             while self.alive:
+                if not self._connections and time.monotonic() - self._asked_s > IDLE_S:
+                    break
                 try:
                     made, _ = self._listener.accept()
                 except TimeoutError:
-                    if not self._connections and time.monotonic() - self._asked_s > IDLE_S:
-                        break
                     continue
                 except OSError:
                     break
                 with self._lock:
                     if len(self._unproven) >= MOST_UNPROVEN:
-                        # Strangers shall keep no newcomer out: any of those that wait makes room, and comes again.
+                        # Strangers shall keep no newcomer out: any of those that wait makes room.
                         with contextlib.suppress(OSError):
                             secrets.choice(list(self._unproven)).shutdown(socket.SHUT_RDWR)
                     self._unproven.add(made)

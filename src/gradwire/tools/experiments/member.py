@@ -215,10 +215,11 @@ def train_as_member(
     """Train as one member of a training whose workers come and go; return the run folder, which is its own.
 
     As many workers as ``plan.workers`` begin together, and later ones are taken in. On SIGTERM it leaves after the
-    current round.
+    current round, and waits no longer if it has not been taken in.
 
     Raises:
-        GradwireError: the run cannot be started, nobody takes this worker in, or the training has failed.
+        GradwireError: the run cannot be started, nobody takes this worker in before it is told to leave, or the
+            training has failed.
     """
     if isinstance(plan.task, GraphTask):
         raise UsageError("graph: each worker owns a part of the graph, and cannot come and go: leave --join out")
