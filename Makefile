@@ -58,7 +58,7 @@ docs: $(STAMP)
 	$(BIN)/python scripts/site_pages.py
 	@echo "open site/index.html"
 
-test: lint types unit wheel-test
+test: lint types unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -71,7 +71,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -n $(RUNNERS) --dist loadfile
 
 wheel-test: $(STAMP)
-	./scripts/test_wheel.sh $(BIN)/python
+	$(BIN)/python -m pytest tests/test_wheel.py
 
 soak: $(STAMP)
 	for round in $$(seq $(ROUNDS)); do \

@@ -48,7 +48,7 @@ def test_flags_reach_torchrun_and_words_reach_the_script() -> None:
 @pytest.mark.ranks
 def test_an_unchanged_script_is_compressed_and_the_saving_is_said_once() -> None:
     words = ["--nproc-per-node", 2, "--method", "terngrad", EXAMPLES / "digits.py", "--steps", 60]
-    # As new interpreters they are started from the wheel, see scripts/test_wheel.sh.
+    # As new interpreters they are started from the wheel, see tests/test_wheel.py.
     done = gradwire("run", *words)
     assert done.returncode == 0, done.stderr
     accuracy = float(done.stdout.split("training accuracy ")[1].split()[0])
