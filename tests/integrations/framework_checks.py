@@ -115,7 +115,7 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
 
 
 def with_trainer(folder: Path) -> dict[str, Any]:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Squares(nn.Module):
         def __init__(self) -> None:
@@ -126,40 +126,59 @@ def with_trainer(folder: Path) -> dict[str, Any]:
             return {"loss": self.net(x).square().mean()}
 
     rows = [{"x": torch.randn(20, generator=torch.Generator().manual_seed(i))} for i in range(64)]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=2,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        bf16=True,
-        use_cpu=True,
-        torch_compile=True,
-        torch_compile_backend="aot_eager",
-        save_strategy="steps",
-        save_steps=2,
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
-    trainer = Trainer(Squares(), arguments, train_dataset=rows)
-    attachment = gw.integrations.trainer(trainer, METHOD)
+    usual: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+
+    def started(**options: Any) -> tuple[Any, gw.integrations.Attachment]:
+        trainer = Trainer(Squares(), TrainingArguments(**usual, **options), train_dataset=rows)
+        return trainer, gw.integrations.trainer(trainer, METHOD)
+
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    trainer, attachment = started(max_steps=2, save_strategy="steps", save_steps=2, **compiled)
     # As where hyperparameters are searched.
     trainer._get_output_dir = lambda trial: str(folder / "run-3")
     trainer.train()
     link = attachment.link
     dist.barrier()
-    return {
+    found = {
         "trained already": refusal(lambda: gw.integrations.trainer(trainer, METHOD)),
         "compiled": type(trainer.model_wrapped).__name__,
         "rounds": None if link is None else link.round,
         "states": sorted(str(path.relative_to(folder)) for path in folder.rglob("common.pt")),
     }
+    attachment.link.close()
+
+    class TooLarge(TrainerCallback):  # type: ignore[misc]
+        """Ends the first training as a batch does that does not fit."""
+
+        begun = 0
+
+        def on_train_begin(self, *arguments: Any, **more: Any) -> None:
+            self.begun += 1
+            if self.begun == 1:
+                raise RuntimeError("CUDA out of memory.")
+
+    trainer, attachment = started(max_steps=4, save_strategy="no", auto_find_batch_size=True)
+    too_large = TooLarge()
+    trainer.add_callback(too_large)
+    trainer.train(resume_from_checkpoint=str(folder / "run-3" / "checkpoint-2"))
+    found["begun, rounds"] = [too_large.begun, attachment.link.round]
+    return found
 
 
 def with_lightning(folder: Path) -> dict[str, Any]:
     import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
     from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.tuner import Tuner
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -197,6 +216,19 @@ def with_lightning(folder: Path) -> dict[str, Any]:
         return made, strategy.attachment
 
     found: dict[str, Any] = {}
+    made, attachment = trainer(2, enable_checkpointing=False)
+    made.fit(alone := Squares(), loader())
+    made, attachment = trainer(2, enable_checkpointing=False)
+    module = Squares()
+    Tuner(made).lr_find(module, loader(), num_training=3, update_attr=False)
+    made.fit(module, loader())
+    found["after a search"] = [attachment.link.round, torch.equal(module.net[0].weight, alone.net[0].weight)]
+    finder = LearningRateFinder(num_training_steps=3, update_attr=False)
+    made, attachment = trainer(2, callbacks=[finder], enable_checkpointing=False)
+    made.fit(module := Squares(), loader())
+    found["with a search"] = [attachment.link.round, torch.equal(module.net[0].weight, alone.net[0].weight)]
+
+    # Every link that is made while there is a scaler must be given it.
     keeper = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_last="link", save_top_k=1, monitor=None)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     mixed = {"accumulate_grad_batches": 2, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
@@ -223,8 +255,8 @@ def with_lightning(folder: Path) -> dict[str, Any]:
 def with_fabric(folder: Path) -> dict[str, Any]:
     import lightning
 
-    def started() -> tuple[Any, gw.integrations.Attachment]:
-        strategy = gw.integrations.fabric(METHOD)
+    def started(method: str = METHOD) -> tuple[Any, gw.integrations.Attachment]:
+        strategy = gw.integrations.fabric(method)
         fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=2)
         fabric.launch()
         return fabric, strategy.attachment
@@ -281,6 +313,21 @@ def with_fabric(folder: Path) -> dict[str, Any]:
     bare = net()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
     found["too early"] = refusal(lambda: fabric.load(folder / "a.ckpt", {"model": bare, "optimizer": optimizer}))
+
+    fabric, attachment = started("DiLoCo(every=2, inner=EDEN(bits=4))")
+    found["rounds of each optimizer"] = []
+    for alone in (False, True):
+        for kind in (torch.optim.SGD, torch.optim.AdamW):
+            optimizer = kind(bare.parameters(), lr=0.01)
+            if alone:
+                model = fabric.setup_module(bare)
+                optimizer = fabric.setup_optimizers(optimizer)
+            else:
+                model, optimizer = fabric.setup(bare, optimizer)
+            train(fabric, model, optimizer, 2)
+            names = [type(one).__name__ for one in attachment.optimizers()]
+            found["rounds of each optimizer"].append([attachment.link.round, *names])
+            attachment.link.close()
     return found
 
 

@@ -102,6 +102,7 @@ def test_the_trainer_attaches_to_what_it_compiles_and_accumulates(tmp_path: Path
     assert found["states"] == ["run-3/checkpoint-2/gradwire/common.pt"]
     assert (found["compiled"], found["rounds"]) == ("OptimizedModule", 2)
     assert "this trainer has trained already" in found["trained already"]
+    assert found["begun, rounds"] == [2, 4], "the second attempt goes on from the two rounds of the checkpoint, too"
 
 
 def test_lightning_resumes_a_link_and_nothing_that_it_validated(tmp_path: Path) -> None:
@@ -113,6 +114,8 @@ def test_lightning_resumes_a_link_and_nothing_that_it_validated(tmp_path: Path) 
     assert "last.ckpt" in found["files"]
     assert found["rounds of last.ckpt, resumed"] == 6
     assert found["rounds after a validation"] == 2
+    assert found["after a search"] == [2, True], "a search for the learning rate leaves nothing behind"
+    assert found["with a search"] == [2, True], "the fit goes on from before the search"
 
 
 def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> None:
@@ -126,6 +129,7 @@ def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> Non
     assert found["optimizers of two"] == [[0.1], [1.1]]
     assert found["rounds of two, one of them loaded"] == [3, 3]
     assert found["the place of a closed link is free"] == [2, True]
+    assert found["rounds of each optimizer"] == [[1, "SGD"], [1, "AdamW"]] * 2, "those of closed links count no steps"
 
 
 def test_on_one_device_lightning_and_fabric_train_and_nothing_is_attached(tmp_path: Path) -> None:

@@ -38,10 +38,13 @@ def lines(panel: Any) -> dict[str, list[tuple[float, float]]]:
     }
 
 
-def step_row(variant: str, rate: float | None, step_s: float, model: str = "mlp", hosts: int = 4) -> dict[str, Any]:
+def step_row(
+    variant: str, rate: float | None, step_s: float, model: str = "mlp", hosts: int = 4, links: str = ""
+) -> dict[str, Any]:
     return {
         "model": model,
         "hosts": hosts,
+        "lab": f"hosts={hosts},bandwidth={rate}{links}",
         "bandwidth_bits_per_s": rate,
         "variant": variant,
         "step_time_s": step_s,
@@ -75,6 +78,22 @@ def test_each_model_and_number_of_hosts_has_its_panel(drawn: list[Figure]) -> No
     draw_steps(Path("x.png"), rows)
     found = {panel.get_title(): lines(panel)["gradwire bf16"] for panel in drawn[0].axes}
     assert found == {f"{model}, {hosts} hosts": [(0, pytest.approx(2 + i))] for i, (model, hosts) in enumerate(cells)}
+
+
+def test_what_links_do_has_its_panel_and_is_in_its_title_where_it_differs(drawn: list[Figure]) -> None:
+    links = {"": 2.0, ",delay=20ms": 3.0, ",delay=20ms,loss=1%": 4.0}
+    rows = []
+    for text, speedup in links.items():
+        rows += [step_row(v, 1e9, s, links=text) for v, s in (("ddp fp32", 1.0), ("gradwire bf16", 1.0 / speedup))]
+    lenet = [step_row(v, 1e9, 1.0, "lenet", links=",delay=20ms") for v in ("ddp fp32", "gradwire bf16")]
+    draw_steps(Path("x.png"), rows + lenet)
+    found = {panel.get_title(): lines(panel)["gradwire bf16"] for panel in drawn[0].axes}
+    assert found == {
+        "mlp, 4 hosts\nno delay, no loss": [(0, 2)],
+        "mlp, 4 hosts\ndelay=20ms, no loss": [(0, pytest.approx(3))],
+        "mlp, 4 hosts\ndelay=20ms, loss=1%": [(0, 4)],
+        "lenet, 4 hosts": [(0, 1)],
+    }
 
 
 def test_nothing_to_compare_is_refused() -> None:

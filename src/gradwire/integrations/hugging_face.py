@@ -193,8 +193,9 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
         """Saves and loads on every process, whereas the trainer itself writes on one."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            # Training begins once more where a batch size that fits is sought.
             if asked:
-                attachment.load(asked.pop() / FOLDER)
+                attachment.load(asked[0] / FOLDER)
 
         def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             name = f"{utilities.PREFIX_CHECKPOINT_DIR}-{state.global_step}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,13 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
             if resumed is not None:
                 self._restore = self.attachment.load(folder_of(resumed))
 
+        def load_model_state_dict(self, checkpoint: Any, *arguments: Any, **more: Any) -> None:
+            super().load_model_state_dict(checkpoint, *arguments, **more)
+            if self._resumed is not None and self.attachment.is_open:
+                # In the middle of a fit, as after a search for the learning rate: no setup follows that would load it.
+                resumed, self._resumed = self._resumed, None
+                self._restore = self.attachment.load(folder_of(resumed))
+
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
             super().load_optimizer_state_dict(checkpoint)
             if self._restore is not None:
@@ -131,7 +138,8 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
         def __init__(self) -> None:
             super().__init__(**(ddp or {}))
             self.attachments: list[Attachment] = []
-            self._known: list[Any] = []
+            # Optimizers in the order in which they were set up, with what closes the links that each has served.
+            self._known: dict[Any, list[Any]] = {}
             self._prepare_another()
 
         @property
@@ -141,7 +149,7 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
 
         def _prepare_another(self) -> Attachment:
             another = Attachment(method, fresh, options)
-            another.optimizers = lambda: _of_module(self._known, another.module)
+            another.optimizers = lambda: self._set_up_for(another.module) or _of_module(self._known, another.module)
             self.attachments.append(another)
             return another
 
@@ -149,8 +157,13 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
             # Called by itself, or by setup_module_and_optimizers.
             found = super().setup_module(module)
             free = next((one for one in self.attachments if not one.is_open), None) or self._prepare_another()
-            first = next(iter(_of_module(self._known, module)), None)
+            ours = self._set_up_for(module)
+            # One that has served no link yet was set up for this one.
+            first = min(ours, key=lambda one: len(self._known[one]), default=None)
             free.attach(found, first, getattr(self.precision, "scaler", None))
+            if free.link is not None:
+                for one in ours:
+                    self._known[one].append(free.link.close)
             return found
 
         def setup_module_and_optimizers(self, module: Any, optimizers: Any, *arguments: Any) -> Any:
@@ -162,7 +175,15 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
             return super().setup_optimizer(optimizer)
 
         def _remember(self, optimizers: Any) -> None:
-            self._known += [new for new in optimizers if not any(new is one for one in self._known)]
+            for new in optimizers:
+                links = [one.link for one in self.attachments if one.is_open and _of_module([new], one.module)]
+                self._known.pop(new, None)
+                self._known[new] = [link.close for link in links if link is not None]
+
+        def _set_up_for(self, module: Any) -> list[Any]:
+            """Return a module's optimizers, without those whose links were all closed: they may never step again."""
+            found = _of_module(self._known, module)
+            return [one for one in found if not self._known[one] or any(close.alive for close in self._known[one])]
 
         def save_checkpoint(self, path: Any, state: Any, *arguments: Any, **more: Any) -> None:
             super().save_checkpoint(path, state, *arguments, **more)
@@ -196,8 +217,7 @@ def _modules(state: Any) -> list[nn.Module]:
     return [one for one in (state.values() if isinstance(state, dict) else [state]) if isinstance(one, nn.Module)]
 
 
-def _of_module(optimizers: Sequence[Any], module: nn.Module | None) -> list[Any]:
+def _of_module(optimizers: Iterable[Any], module: nn.Module | None) -> list[Any]:
     """Return the optimizers that hold a parameter of a module."""
     ours = set() if module is None else {id(p) for p in module.parameters()}
-    held = [{id(p) for group in one.param_groups for p in group["params"]} for one in optimizers]
-    return [one for one, theirs in zip(optimizers, held) if theirs & ours]
+    return [one for one in optimizers if any(id(p) in ours for group in one.param_groups for p in group["params"])]

@@ -220,7 +220,7 @@ def draw_scaling(path: Path, points: Sequence[tuple[str, str, int, float]]) -> N
 
 
 def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw one panel for each model and number of hosts, with one line for each exchange.
+    """Draw one panel for each model, number of hosts, and what links do, with one line for each exchange.
 
     Args:
         path: PNG or SVG, by its suffix.
@@ -229,10 +229,11 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         IncompatibleError: DDP alone, or an exchange to compare with it, is missing.
     """
-    cells: dict[tuple[str, int], dict[float, dict[str, float]]] = {}
+    cells: dict[tuple[str, int, str], dict[float, dict[str, float]]] = {}
     for row in rows:
         rate = row["bandwidth_bits_per_s"] or UNLIMITED
-        cells.setdefault((row["model"], row["hosts"]), {}).setdefault(rate, {})[row["variant"]] = row["step_time_s"]
+        panel_of = (row["model"], row["hosts"], _impairments(row))
+        cells.setdefault(panel_of, {}).setdefault(rate, {})[row["variant"]] = row["step_time_s"]
     variants = list(dict.fromkeys(r["variant"] for r in rows if r["variant"] not in ("compute", BASE)))
     if not variants or not any(BASE in cell for links in cells.values() for cell in links.values()):
         raise IncompatibleError(
@@ -246,7 +247,7 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     panels = list(places.flat)
     for spare in panels[len(cells) :]:
         spare.remove()
-    for panel, ((model, hosts), links) in zip(panels, cells.items()):
+    for panel, ((model, hosts, impaired), links) in zip(panels, cells.items()):
         rates = sorted(rate for rate, cell in links.items() if BASE in cell)
         for variant, colour in zip(variants, VARIANT_COLOURS * len(variants)):
             line = [(i, links[r][BASE] / links[r][variant]) for i, r in enumerate(rates) if variant in links[r]]
@@ -259,7 +260,8 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         panel.set_yticks(shown, [f"{tick:g}" for tick in shown])
         panel.minorticks_off()
         panel.set_xticks(range(len(rates)), [_speed(rate) for rate in rates], fontsize=8, rotation=25)
-        panel.set_title(f"{model}, {hosts} hosts", fontsize=10)
+        alike = [other[2] for other in cells if other[:2] == (model, hosts)]
+        panel.set_title("\n".join([f"{model}, {hosts} hosts", *_differing(impaired, alike)]), fontsize=10)
         panel.grid(alpha=0.25)
     for row in places:
         row[0].set_ylabel(f"times as fast as {BASE}", fontsize=9)
@@ -273,6 +275,21 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _speed(rate: float) -> str:
     return rate_text(None if rate == UNLIMITED else rate)
+
+
+def _impairments(row: Mapping[str, Any]) -> str:
+    """Return a row's cluster without its hosts and bandwidth, such as ``delay=20ms,loss=1%``."""
+    parts = row.get("lab", "").split(",")
+    return ",".join(part for part in parts if part.partition("=")[0] not in ("hosts", "bandwidth", "loopback"))
+
+
+def _differing(impaired: str, alike: Sequence[str]) -> list[str]:
+    """Return a line of what a cluster has that is not the same in all of those like it, itself among them, or none."""
+    read = [dict(part.split("=", 1) for part in filter(None, one.split(","))) for one in alike]
+    keys = dict.fromkeys(key for one in read for key in one if len({other.get(key) for other in read}) > 1)
+    own = read[alike.index(impaired)]
+    told = ", ".join(f"{key}={own[key]}" if key in own else f"no {key}" for key in keys)
+    return [told] if told else []
 
 
 def draw_timeline(path: Path, spans: Sequence[tuple[str, str, float, float]], title: str) -> None:
