@@ -390,7 +390,9 @@ const GradwireModel = (() => {
     if (!workerCounts(data).includes(workers)) throw new RangeError(`no numbers for ${workers} workers`);
     const load = { ranks: ranksPerHost, cores: setting.cores || 2 * ranksPerHost };
     const timeline = scaled(profile.timeline, total(profile.timeline) * stretchOf(load));
-    const link = { bytesPerS: setting.bytesPerS, latencyS: setting.latencyS, loss: setting.loss || 0, ranksPerHost };
+    // No message leaves a single host.
+    const [latencyS, loss] = setting.hosts === 1 ? [0, 0] : [setting.latencyS, setting.loss || 0];
+    const link = { bytesPerS: setting.bytesPerS, latencyS, loss, ranksPerHost };
     const place = { machine, link, load };
     const spread = Math.exp(constants.sigmas * machine.residual);
     const rows = [];

@@ -12,7 +12,7 @@ import torch
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
-from gradwire.model.machine import DEFAULT
+from gradwire.model.machine import DEFAULT, LinkModel
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
 from gradwire.tools.bench import predict as calibration_of
 from gradwire.tools.bench.predict import cases_of
@@ -87,6 +87,31 @@ def test_a_step_waits_for_its_delays_and_for_lost_packets(calibration: Path, sma
     shown = call(*words, "--delay", "20ms").stdout
     assert "delays: times that a step waits for a message to arrive" in shown
     assert " 12 " in next(line for line in shown.splitlines() if " bf16 " in line)
+
+
+def test_workers_of_one_host_wait_for_no_link_unless_it_was_measured_among_them(
+    calibration: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = "AsyncServer(FP32(), staleness=0)"
+    words: list[object] = ["plan", "--profile", small_model, "--calibration", calibration, "--json"]
+    words += [word for spec in ("terngrad", "dpsgd", server) for word in ("--method", spec)]
+
+    def asked(*more: object) -> dict[str, float]:
+        result = call(*words, *more)
+        assert result.exit_code == 0, result.output
+        return {row["method"]: row["step_s"] for row in json.loads(result.stdout)}
+
+    here = ("--hosts", 1, "--gpus-per-host", 4, "--bandwidth", "100gbit")
+    near, far = asked(*here), asked(*here, "--delay", "100000ms", "--loss", "10%")
+    assert far["ddp fp32"] == near["ddp fp32"]
+    # The times of codecs are measured anew, and are far below a delay.
+    assert max(far["terngrad"], far["dpsgd"]) < 100
+    # Its server is on a host of its own.
+    assert far[server] > 200 > near[server]
+    measured = LinkModel(latency_s=100.0, ranks_per_host=4)
+    monkeypatch.setattr(plan_command, "_probed", lambda _: (DEFAULT, measured, 4))
+    probed = asked("--probe")
+    assert min(probed["ddp fp32"], probed["terngrad"], probed["dpsgd"]) > 100
 
 
 def test_plan_says_why_a_fast_method_is_not_recommended(calibration: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,11 @@ def test_plans_that_cannot_run_are_refused() -> None:
     with pytest.raises(UsageError, match="--batch 66"):
         RunConfig(task=build("digits"), workers=6)
     RunConfig(task=build("digits"), workers=1, simulate=True)
+    for method in ("LocalSGD(every=4)", "dpsgd"):
+        local = RunConfig(task=build("digits"), method=method, warmup_steps=3)
+        with pytest.raises(UsageError, match="leave --simulate or --warmup-steps out"):
+            replace(local, simulate=True)
+    RunConfig(task=build("digits"), method="terngrad", warmup_steps=3, simulate=True)
 
 
 def test_a_plan_survives_json() -> None:

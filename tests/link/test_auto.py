@@ -26,8 +26,12 @@ from ranks import Ranks
 class Planned:
     """A planner as far as a chooser asks."""
 
-    def __init__(self, size: int, ring: bool) -> None:
+    def __init__(self, size: int, ring: bool, warmup_steps: int) -> None:
         self.size, self.ring, self.parameters = size, ring, {"p": None}
+        self.warmup_steps = warmup_steps
+
+    def is_warm_up(self, round: int) -> bool:
+        return round < self.warmup_steps
 
     def counted(self, names: Sequence[str]) -> Meter:
         meter = Meter()
@@ -36,19 +40,30 @@ class Planned:
         return meter
 
 
+WARM_UP_S = 8.0
+"""What a round of warm-up takes, in which all methods send the same."""
+
+
 class World:
     """A clock that a round of each method moves by a known time, and the answers of equal ranks on equal hosts.
 
     ``bandwidth`` is what a host's link carries, in bytes a second. Casts go round a ring.
+    A round of warm-up takes equally long whatever the method.
     """
 
     def __init__(
-        self, step_s: dict[str, float], bandwidth: float, sizes: dict[str, int], hosts: int = 2, here: int = 1
+        self,
+        step_s: dict[str, float],
+        bandwidth: float,
+        sizes: dict[str, int],
+        hosts: int = 2,
+        here: int = 1,
+        warmup_steps: int = 0,
     ) -> None:
-        self.now_s, self.step_s, self.speed = 0.0, step_s, bandwidth
+        self.now_s, self.round, self.step_s, self.speed = 0.0, 0, step_s, bandwidth
         self.world_size, self.here = hosts * here, here
         method = gw.Auto(candidates=tuple(step_s), turns=2, steps=2)
-        planners: dict[str, Any] = {spec: Planned(sizes[spec], spec != "terngrad") for spec in step_s}
+        planners: dict[str, Any] = {spec: Planned(sizes[spec], spec != "terngrad", warmup_steps) for spec in step_s}
         self.specs = {id(planner): spec for spec, planner in planners.items()}
         self.chooser = Autotuner(method, planners, clock=lambda: self.now_s)
 
@@ -70,11 +85,13 @@ class World:
 
     def train(self, rounds: int) -> list[str]:
         used = []
-        for round in range(rounds):
-            self.chooser.begin(round, self)
-            spec = self.specs[id(self.chooser.planner)]
+        for _ in range(rounds):
+            self.chooser.begin(self.round, self)
+            planner = self.chooser.planner
+            spec = self.specs[id(planner)]
             used.append(spec)
-            self.now_s += self.step_s[spec]
+            self.now_s += WARM_UP_S if planner.is_warm_up(self.round) else self.step_s[spec]
+            self.round += 1
         return used
 
 
@@ -99,6 +116,31 @@ def test_a_coder_is_taken_where_it_makes_the_step_shorter_and_only_there() -> No
     fast = World({"terngrad": 0.5, "coded": 0.52}, 1e9, sizes)
     assert (slow.train(40)[-1], fast.train(40)[-1]) == ("coded", "terngrad")
     assert "coded" in gw.Auto().candidates
+
+
+@pytest.mark.parametrize("warmup_steps", [1, 7, 60])
+def test_a_trial_begins_after_the_warm_up_and_chooses_as_without_one(warmup_steps: int) -> None:
+    step_s = {"fp32": 1.0, "bf16": 0.8, "terngrad": 0.9}
+    plain, late = World(step_s, 1e9, SIZES), World(step_s, 1e9, SIZES, warmup_steps=warmup_steps)
+    assert late.train(warmup_steps) == ["terngrad"] * warmup_steps
+    found = late.chooser.record()
+    assert (found["chosen"], found["step_s"], found["link_bytes_per_s"]) == (None, {}, None)
+    assert late.train(40) == plain.train(40)
+    found, expected = late.chooser.record(), plain.chooser.record()
+    assert found["step_s"] == pytest.approx(expected.pop("step_s"))
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_choice_asked_for_in_the_warm_up_is_made_after_it(loaded: bool) -> None:
+    step_s = {"fp32": 1.0, "bf16": 0.8, "terngrad": 0.9}
+    world = World(step_s, 1e9, SIZES, warmup_steps=6)
+    if loaded:
+        world.chooser.load({"choice": torch.tensor(0)})
+    assert world.train(3) == ["fp32" if loaded else "terngrad"] * 3
+    world.chooser.again()
+    assert world.train(3) == ["terngrad"] * 3
+    assert world.train(40) == World(step_s, 1e9, SIZES).train(40)
 
 
 def test_at_equal_speed_the_candidate_listed_first_is_taken() -> None:

@@ -175,6 +175,16 @@ def test_what_is_on_its_way_to_a_return_outlives_a_checkpoint(saved_after: int) 
     assert len([change for change in changes if change]) == 1
 
 
+def test_fewer_ranks_judge_what_more_ranks_told_before_a_checkpoint() -> None:
+    told = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [25.0, 1.0]], dtype=torch.float64)
+    selection = fallback((0.0, 1.0), 2.0)
+    selection.load({"fallback_told": told})
+    assert selection.begin(2, Told(0.0)) is not None
+    returned = selection.returned()
+    assert returned is not None
+    assert (returned["since_round"], returned["relative_error"], returned["rank"]) == (2, 5.0, 3)
+
+
 def test_a_rank_that_is_gone_does_not_keep_a_checkpoint_from_being_saved() -> None:
     class Gone(Told):
         def gathering(self, values: Sequence[float], about: str) -> Callable[[], list[list[float]]]:

@@ -588,3 +588,10 @@ def test_fields_and_uses_that_make_no_sense_are_refused() -> None:
         ours.workers[1]["a"].add_(1)
     with pytest.raises(gw.IncompatibleError, match="worker 1 begins with other parameters"):
         ours.train(gw.LocalSGD(), 1)
+
+
+@pytest.mark.parametrize("method", ["LocalSGD(every=2)", "StreamingDiLoCo(every=8, delay=1)", "dpsgd"])
+def test_a_warm_up_exchanges_gradients_and_is_refused(method: str) -> None:
+    workers = Quadratics(2, alike=True).workers
+    with pytest.raises(gw.IncompatibleError, match="use warmup_steps=0, or real workers"):
+        gw.SimulatedLocalSteps([worker.items() for worker in workers], method, warmup_steps=1)

@@ -37,8 +37,8 @@ class SimulatedLocalSteps:
         buffers: For each worker, buffers that are averaged with the last fragment, except under gossip.
 
     Raises:
-        IncompatibleError: the method exchanges gradients, or workers begin with different parameters and the method is
-            not gossip.
+        IncompatibleError: the method exchanges gradients, or would in its first rounds (``warmup_steps``), or workers
+            begin with different parameters and the method is not gossip.
         ExchangeError: a parameter of a worker is not finite in an exchange by gossip.
 
     Example:
@@ -59,6 +59,11 @@ class SimulatedLocalSteps:
         if not found.traits.local_steps:
             raise IncompatibleError(f"{found!r} exchanges gradients at every step: simulate it by a SimulatedLink")
         pieces, its_options = exchanged(found, named[0], Options.of(options))
+        if its_options.warmup_steps:
+            raise IncompatibleError(
+                "in rounds of warm-up gradients are exchanged, which a simulation of local steps does not see: use "
+                "warmup_steps=0, or real workers"
+            )
         settings = {field.name: getattr(its_options, field.name) for field in fields(its_options)}
         self.link = SimulatedLink(pieces.items(), found, len(named), **settings)
         for rank, mine in enumerate(named):

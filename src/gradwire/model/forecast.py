@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import cast
 
@@ -166,13 +166,16 @@ class Scenario:
         hosts: Number of computers.
         ranks_per_host: Workers on each, which share its network link and cores.
         cores: Cores of each host; None: a worker never waits for a core, as if it computed on a GPU of its own.
-        link: Network link between hosts; its ``ranks_per_host`` is ignored in favour of the field above.
+        link: Network link between hosts; its ``ranks_per_host`` is ignored in favour of the field above. On one host
+            its delay and loss only count on the way to a server, which is on a host of its own.
+        measured: Whether the link was measured among these workers, so that its delay also counts on one host.
     """
 
     hosts: int
     ranks_per_host: int = 1
     cores: int | None = None
     link: LinkModel = field(default_factory=LinkModel)
+    measured: bool = False
 
     @property
     def world_size(self) -> int:
@@ -238,6 +241,8 @@ def forecast(
         ranks_per_host=setting.ranks_per_host,
         loss=setting.link.loss,
     )
+    # No message between workers leaves a single host. A server is on a host of its own.
+    near = replace(link, latency_s=0.0, loss=0.0) if setting.hosts == 1 and not setting.measured else link
     tensors = profile.tensors()
     exchanges: dict[str, ExchangeProfile | Cycle | ServerProfile] = {}
     refused: dict[str, str] = {}
@@ -257,7 +262,7 @@ def forecast(
     found: list[Forecast] = []
     spread = math.exp(SIGMAS * machine.residual)
     for spec, exchange in chosen.items():
-        steps = _steps(timeline, exchange, machine, link, load)
+        steps = _steps(timeline, exchange, machine, link if isinstance(exchange, ServerProfile) else near, load)
         first_s = found[0].step_s if found else steps.step_s
         found.append(
             Forecast(

@@ -155,7 +155,7 @@ class Trial:
 
 
 class Autotuner:
-    """Tries candidates in turn in the first rounds, and keeps the fastest.
+    """Tries candidates in turn in the first rounds after the warm-up, and keeps the fastest.
 
     The time of a round runs from its first bucket to that of the next, so that it includes the whole exchange and all
     waits of the user. The candidate with the fewest bytes is tried first. The time of its step and a measurement of the
@@ -221,7 +221,9 @@ class Autotuner:
         if before is not None and not skipped:
             # Methods with residuals leave them, and the others send them.
             self._owing = before in self._keepers
-        self._try_on(network)
+        # In rounds of warm-up all candidates send float32, so that their times would not differ.
+        if not self.planner.is_warm_up(round):
+            self._try_on(network)
         self._last = self._current()
         return Change(keeps=(RESIDUAL,)) if before in self._rememberers and before != self._last else None
 

@@ -115,7 +115,9 @@ class Fallback:
         worst = max(errors)
         if worst <= self._limit:
             return None
-        self._since, self._error, self._rank = round, worst, ranks[errors.index(worst)]
+        at = errors.index(worst)
+        # A checkpoint of more ranks may hold the error of one that is not there any more.
+        self._since, self._error, self._rank = round, worst, ranks[at] if at < len(ranks) else at
         return (
             f"what rank {self._rank} sent in round {round - 2} has a relative error of {worst:.4g}, above "
             f"fallback_limit={self._limit:g}: gradients travel by {self._fallback.method!r} from now on, and what the "

@@ -79,7 +79,9 @@ def plan(options: PlanOptions) -> None:
     apart: dict[str, str] = {}
     for name, link in links.items():
         for count in counts:
-            setting = Scenario(hosts=count, ranks_per_host=ranks_per_host, cores=options.cores, link=link)
+            setting = Scenario(
+                hosts=count, ranks_per_host=ranks_per_host, cores=options.cores, link=link, measured=options.probe
+            )
             forecasts, refused = forecast(known, methods, setting, machine)
             choice, reason = recommend(forecasts)
             advice.append((f"{count} x {ranks_per_host} workers, {name}", reason))

@@ -92,6 +92,11 @@ class RunConfig(LinkSettings):
             raise UsageError("simulated workers measure no errors: leave --simulate or --fallback out")
         if self.simulate and self.check_every:
             raise UsageError("simulated workers have parameters in common: leave --simulate or --check-every out")
+        if self.simulate and self.warmup_steps and gw.method(self.method).traits.local_steps:
+            raise UsageError(
+                "in rounds of warm-up gradients are exchanged, which a simulation of local steps does not see: "
+                "leave --simulate or --warmup-steps out"
+            )
         if self.task.batch % self.workers:
             raise UsageError(
                 f"total batch {self.task.batch} cannot be shared evenly by {self.workers} workers: "
