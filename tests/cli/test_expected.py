@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from gradwire.model.forecast import forecast
 from gradwire.model.machine import DEFAULT
+from gradwire.model.profile import Profile
 from gradwire.tools.cli import commands as expected_module
 from gradwire.tools.cli.commands import expected
 from gradwire.tools.experiments.config import RunConfig
-from gradwire.tools.experiments.tasks import build
+from gradwire.tools.experiments.tasks import Task, build
+from gradwire.tools.experiments.tasks.text import Text
 
 PLAN = RunConfig(task=build("digits", steps=10), workers=4)
 
@@ -36,3 +41,35 @@ def test_nothing_is_predicted_of_what_no_network_carries_or_the_model_does_not_k
     assert expected(replace(PLAN, simulate=True), ["fp32"]) == []
     assert expected(replace(PLAN, lab="hosts=2,bandwidth=100mbit"), ["fp32"]) == []
     assert expected(replace(PLAN, task=build("graph")), ["fp32"]) == []
+
+
+def test_the_model_and_the_share_that_were_trained_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = RunConfig(task=build("text", model="transformer", batch=6), workers=2)
+    profiles, samples = list[Profile](), list[int]()
+
+    def noted(known: Profile, *others: Any) -> Any:
+        profiles.append(known)
+        return forecast(known, *others)
+
+    def counted(task: Task, output: Tensor, target: Tensor) -> Tensor:
+        samples.append(len(target))
+        return Task.loss(task, output, target)
+
+    monkeypatch.setattr(expected_module, "forecast", noted)
+    monkeypatch.setattr(Text, "loss", counted)
+    first, _ = expected(plan, ["fp32"])
+    assert "on 2 machines" in first
+    assert [profile.numel for profile in profiles] == [sum(p.numel() for p in plan.task.build_model().parameters())]
+    assert set(samples) == {3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers", "by_name"),
+    [({}, 4, True), ({"lr": 0.1, "optimizer": "adam"}, 4, True), ({"batch": 32}, 4, False), ({}, 2, False)],
+)
+def test_a_profile_by_name_is_named_if_it_is_of_the_same_training(
+    settings: dict[str, Any], workers: int, by_name: bool
+) -> None:
+    lines = expected(RunConfig(task=build("digits", **settings), workers=workers), ["fp32"])
+    assert len(lines) == 2 + by_name
+    assert any("gradwire plan --profile digits" in line for line in lines) == by_name

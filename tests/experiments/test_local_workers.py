@@ -13,6 +13,7 @@ from run_help import Listener
 
 from gradwire.tools.experiments import run
 from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.folder import RunFolder
 from gradwire.tools.experiments.tasks import build
 
@@ -71,3 +72,14 @@ def test_a_simulation_is_resumed_with_an_exchange_in_flight(tmp_path: Path) -> N
         for ours, theirs in zip(parameters(half, 2), parameters(whole, 2)):
             assert all(torch.equal(ours[name], x) for name, x in theirs.items())
         assert rows(half)[-1]["sent_bytes"] == rows(whole)[-1]["sent_bytes"]
+
+
+@pytest.mark.parametrize("method", [STREAMING, "LocalSGD(every=4)", "DiLoCo()", "EASGD()"])
+def test_an_average_that_no_evaluation_would_use_is_refused(tmp_path: Path, method: str) -> None:
+    """Evaluations are of the global parameters, or under gossip of the mean of the workers' averages."""
+    plan = replace(PLAN, task=build("digits", ema=0.9, momentum=0.0), method=method, simulate=True)
+    with pytest.raises(UsageError, match="no average is kept: leave --ema out"):
+        run.train(plan, Listener(), folder=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    run.check_link(replace(plan, task=build("digits", momentum=0.0)))
+    run.check_link(replace(plan, method="ChocoSGD(gamma=0.8)"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gradwire.tools.cli.app import app
 from gradwire.tools.experiments import run
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import DataError, UsageError
+from gradwire.tools.experiments.folder import RunFolder
 from gradwire.tools.experiments.order import share
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks import build, logreg
@@ -178,6 +180,45 @@ def test_real_and_simulated_workers_end_in_the_same_bits(plan: RunConfig, tmp_pa
     simulated = run.train(plan, Listener(), folder=tmp_path / "simulated")
     real = run.train(replace(plan, simulate=False), Listener(), folder=tmp_path / "real")
     assert same(simulated, real)
+
+
+def weights_of_each(folder: Path, simulated: bool) -> list[torch.Tensor]:
+    """Return each worker's own weights in a run's newest checkpoint, in float64."""
+    parts = RunFolder(folder)
+    if simulated:
+        model = parts.load_part("rank-0")["model"]
+        return [model[f"{worker}.weight"].flatten().to(torch.float64) for worker in range(3)]
+    return [parts.load_part(f"rank-{rank}")["model"]["weight"].flatten().to(torch.float64) for rank in range(3)]
+
+
+@pytest.mark.parametrize("simulated", [True, pytest.param(False, marks=pytest.mark.ranks)])
+def test_with_local_steps_each_objective_is_that_of_the_weights_it_is_told_of(
+    plan: RunConfig, small_libsvm: Path, tmp_path: Path, simulated: bool
+) -> None:
+    """All workers have the same weights after step 8, and step by themselves after it."""
+    task = replace(plan.task, l2=0.1, steps=10, eval_every=2)  # type: ignore[call-arg]
+    plan = replace(plan, task=task, method="LocalSGD(every=4)", simulate=simulated, log_every=1)
+    listener = Listener()
+    folder = run.train(plan, Listener(), folder=tmp_path / "a", stop_after=8)
+    shared, *others = weights_of_each(folder, simulated)
+    assert all(torch.equal(shared, other) for other in others)
+    run.resume(folder, listener, stop_after=9)
+    own = weights_of_each(folder, simulated)
+    assert not any(torch.equal(shared, x) for x in own)
+    run.resume(folder, listener)
+    rows = {(row["event"], row["step"]): row["loss"] for row in listener.rows}
+    # Margins in float32, as in the test of all losses; a penalty is of at least 1e-3.
+    assert 0.1 / 2 * float(shared.square().sum()) > 1e-3
+    whole = float(objective(small_libsvm, shared, 0.1))
+    assert rows["eval", 10] == pytest.approx(whole, abs=2.0**-20), "the global parameters are those of step 8"
+    assert rows["train", 9] == pytest.approx(whole, abs=2.0**-20), "before step 9 all have the same weights"
+    source = task.load()
+    losses = []
+    for worker, x in enumerate(own):
+        inputs, labels = source.batch(torch.arange(90), share(90, worker, 3), seed=0, step=0)
+        margins = labels.to(torch.float64) * (inputs.to(torch.float64) @ x)
+        losses.append(float(torch.log1p(torch.exp(-margins)).mean() + 0.1 / 2 * x.square().sum()))
+    assert rows["train", 10] == pytest.approx(statistics.fmean(losses), abs=2.0**-20)
 
 
 def test_the_command_line_compares_methods_on_it(small_libsvm: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from gradwire.tools.experiments import train
+from gradwire.tools.experiments import launch, train
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import score_share
 from gradwire.tools.experiments.folder import RunFolder
@@ -50,6 +50,9 @@ class Scripted:
     def mean(self, values: Sequence[float]) -> list[float]:
         # The first one is the loss; no rank was asked to stop, and no checkpoint is due.
         return [values[0] + 0.5, *map(float, values[1:])]
+
+    def penalty(self) -> float:
+        return 0.0
 
     def score(self) -> tuple[float, float]:
         return 0.25, 0.75
@@ -137,6 +140,41 @@ def test_a_moving_average_is_evaluated_and_the_weights_come_back(tmp_path: Path)
     assert float(engine.model.weight.detach()) == -2.0  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_each_rank_goes_on_with_its_own_losses(tmp_path: Path, older: bool) -> None:
+    """The checkpoint of step 2 lies between rows; in an older one there are the losses of rank 0 alone."""
+    folder, plan = RunFolder.create(tmp_path / "run"), RunConfig(task=PLAN.task, workers=4, log_every=4)
+
+    def trainer(rank: int) -> tuple[Trainer, list[float]]:
+        engine, means = Scripted(), list[float]()
+        computed = engine.backward
+        engine.rank = rank
+        engine.backward = lambda step: computed(step) + rank  # type: ignore[method-assign]
+        engine.mean = lambda values: (means.append(values[0]), list(values))[1]  # type: ignore
+        return Trainer(plan, engine, folder, lambda row: None), means
+
+    def two_steps(of: Trainer) -> None:
+        of._one_step()
+        of._one_step()
+
+    halves = [trainer(rank)[0] for rank in (0, 1)]
+    folder.begin_checkpoint(2)
+    for rank, half in enumerate(halves):
+        two_steps(half)
+        state = half._rank_state()
+        if older:
+            del state["losses"]
+        folder.save_part(2, f"rank-{rank}", state)
+    folder.save_part(2, "shared", halves[0]._shared_state())
+    folder.commit_checkpoint(2)
+    for rank in (0, 1):
+        resumed, means = trainer(rank)
+        resumed.load()
+        two_steps(resumed)
+        resumed._log()
+        assert means == [statistics.fmean(LOSSES) + (rank / 2 if older else rank)]
+
+
 def test_weight_decay_acts_on_weights_alone() -> None:
     """And on each by its strength: without data's gradient, what is left is the decay."""
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
@@ -221,3 +259,39 @@ def test_of_several_checkpoints_the_newest_is_read(tmp_path: Path) -> None:
         run.save_part(step, "shared", {"step": step})
         run.pending(step).replace(tmp_path / "checkpoint" / f"step-{step}")
     assert run.load_part("shared") == {"step": 10}
+
+
+class Interrupted:
+    """A crew on an emulated cluster that is interrupted, and then ends in time; its host has sent 100 bytes."""
+
+    network = object()
+
+    def __init__(self, *words: object, **options: object) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Interrupted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def watch(self, *calls: object, limit_s: float | None = None) -> None:
+        if limit_s is None:
+            raise KeyboardInterrupt
+        assert self.asked
+
+    def ask_to_stop(self) -> None:
+        self.asked = True
+
+    def interfaces(self) -> list[dict[str, int]]:
+        return [{"host": 0, "sent_bytes": 100 if self.asked else 1}]
+
+
+def test_bytes_of_an_interrupted_part_are_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "Crew", Interrupted)
+    folder = RunFolder.create(tmp_path / "run")
+    folder.write_config({})
+    for sent in (100, 200):
+        with pytest.raises(KeyboardInterrupt):
+            launch.run_workers(PLAN, folder.path, lambda row: None)
+        assert folder.read_config()["interfaces"] == [{"host": 0, "sent_bytes": sent}]

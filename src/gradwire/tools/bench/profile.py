@@ -30,6 +30,9 @@ STEPS = 12
 
 ENVIRONMENT = "GRADWIRE_PROFILE"
 
+UNPROFILED = {"steps", "lr", "optimizer", "momentum", "schedule", "weight_decay", "eval_every", "ema"}
+"""Settings of every task that a profile does not depend on."""
+
 
 def profile_name(name: str, data: str | None = None) -> Profile:
     """Profile a task, with a worker's share of its batch, or a model of the step benchmark.
@@ -45,7 +48,16 @@ def profile_name(name: str, data: str | None = None) -> Profile:
     tasks = [task.name for task in ALL]
     if name not in tasks:
         raise UsageError(f"nothing named {name!r} to profile: {nearest(name, [*tasks, *MODELS])}, or a .py script")
-    plan = RunConfig(task=build(name, data=data))
+    return profile_plan(RunConfig(task=build(name, data=data)))
+
+
+def profile_plan(plan: RunConfig) -> Profile:
+    """Profile the task of a training run, with a worker's share of its batch.
+
+    Raises:
+        UsageError: the settings do not fit the data.
+        DataError: the task's data is missing.
+    """
     plan.task.check_data()
     source = plan.task.load()
     order = plan.task.order(plan.seed, source.samples, plan.workers)
@@ -55,7 +67,14 @@ def profile_name(name: str, data: str | None = None) -> Profile:
         inputs, targets = source.batch(order.indices(step), part, seed=plan.seed, step=step)
         return plan.task.loss(module(inputs), targets)
 
-    return profile_module(name, lambda: build_model(plan), loss)
+    return profile_module(plan.task.name, lambda: build_model(plan), loss)
+
+
+def profiled_by_name(plan: RunConfig) -> bool:
+    """Return whether :func:`profile_name` profiles the task with the same model, data and share of the batch."""
+    usual = RunConfig(task=build(plan.task.name))
+    asked, known = plan.task.settings(), usual.task.settings()
+    return plan.workers == usual.workers and all(asked[key] == known[key] for key in asked.keys() - UNPROFILED)
 
 
 def profile_module(name: str, make: Callable[[], nn.Module], loss: Callable[[nn.Module, int], torch.Tensor]) -> Profile:

@@ -21,7 +21,7 @@ from gradwire.errors import GradwireError
 from gradwire.model.forecast import Scenario, forecast
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.tools.bench.predict import default_path
-from gradwire.tools.bench.profile import profile_name
+from gradwire.tools.bench.profile import profile_plan, profiled_by_name
 from gradwire.tools.cli.show import print_json, print_runs, print_verdicts
 from gradwire.tools.experiments import run
 from gradwire.tools.experiments.config import RunConfig
@@ -238,9 +238,7 @@ def expected(config: RunConfig, methods: Sequence[str]) -> list[str]:
     try:
         calibrated = default_path().exists()
         machine = Machine.read(default_path()) if calibrated else DEFAULT
-        forecasts, _ = forecast(
-            profile_name(config.task.name, config.task.settings()["data"]), methods, setting, machine
-        )
+        forecasts, _ = forecast(profile_plan(config), methods, setting, machine)
     except (GradwireError, NotImplementedError):
         # For example, the training of a graph network also exchanges halos.
         return []
@@ -249,12 +247,14 @@ def expected(config: RunConfig, methods: Sequence[str]) -> list[str]:
         return []
     whose = "this machine's" if calibrated else "a reference machine's"
     delays = [f"{f.delays:g} with {f.method}" for f in forecasts if f.method in methods and f.apart is None]
-    return [
+    lines = [
         f"Predicted, not measured: on {config.workers} machines at 100 Mbit/s a step would take {', '.join(steps)} "
         f"(by the model, with the speed of {whose} collectives).",
         f"Where machines are far apart, one-way delays count. An exchange waits for {', '.join(delays)}.",
-        f"gradwire plan --profile {config.task.name} predicts other links and numbers of machines.",
     ]
+    if profiled_by_name(config):
+        lines.append(f"gradwire plan --profile {config.task.name} predicts other links and numbers of machines.")
+    return lines
 
 
 def train(

@@ -83,11 +83,11 @@ class DistributedEngine(LinkEngine):
         for buffer in () if self.apart else self.model.buffers():
             dist.broadcast(buffer, 0)
         with self.link.global_parameters() if self.local else contextlib.nullcontext():
-            own = self.score_own()
+            own, penalty = self.score_own(), self.penalty()
         totals = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(totals)
         loss, right, count = totals.tolist()
-        return loss / count, right / count
+        return loss / count + penalty, right / count
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -25,13 +25,16 @@ class Engine(Protocol):
     optimizer: torch.optim.Optimizer
 
     def backward(self, step: int) -> float:
-        """Compute the mean gradient of ``step`` into ``.grad``; return this process's mean loss."""
+        """Compute the mean gradient of ``step`` into ``.grad``; return this process's mean loss (no penalty)."""
+
+    def penalty(self) -> float:
+        """Return the mean over this process's workers of the penalty of the task, each at its own parameters."""
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Return the mean over all workers of this process's values."""
 
     def score(self) -> tuple[float, float]:
-        """Evaluate the model; return mean loss and share of right answers, the same on all ranks."""
+        """Evaluate the model; return mean loss with penalty, and share of right answers, the same on all ranks."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -55,7 +58,13 @@ class Engine(Protocol):
 class LinkEngine:
     """Base of the engines around one link: its traffic, record and state."""
 
+    plan: RunConfig
+    model: nn.Module
     link: gw.Link | gw.SimulatedLink
+
+    def penalty(self) -> float:
+        """Return the penalty of the task at this process's parameters."""
+        return self.plan.task.penalty(self.model)
 
     def traffic(self) -> gw.Traffic:
         """Return the traffic of this rank, or in a simulation that of a real worker."""

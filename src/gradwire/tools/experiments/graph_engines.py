@@ -169,7 +169,7 @@ class SimulatedGraphEngine(HaloEngine, SimulatedEngine):
         for logits, part in zip(found, self.subgraphs):
             scored = self.plan.task.score(logits[part.held_out], part.labels[part.held_out])
             totals = [a + b for a, b in zip(totals, scored)]
-        return totals[0] / totals[2], totals[1] / totals[2]
+        return totals[0] / totals[2] + self.penalty(), totals[1] / totals[2]
 
     def traffic(self) -> gw.Traffic:
         """Return the bytes that worker 0 would have sent and received."""

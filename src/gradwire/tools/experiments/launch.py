@@ -340,6 +340,8 @@ def run_workers(
                 on_notice("interrupted: a checkpoint is written at the next row of metrics; interrupt again to end now")
                 with contextlib.suppress(WorkerError):
                     crew.watch(on_row, on_notice, on_step, limit_s=STOP_S)
+                if crew.network is not None:
+                    _record_interfaces(RunFolder(folder), crew.interfaces())
                 raise
         except WorkerError:
             if on_logs:

@@ -42,11 +42,15 @@ def under_torchrun() -> bool:
 def check_link(plan: RunConfig) -> None:
     """Raise here what a link would raise in every worker: a wrong method, pattern or collective.
 
-    Also refuse a second momentum in the optimizer, which no link sees.
+    Also refuse a second momentum in the optimizer, which no link sees, and an average that no evaluation would use.
     """
     method = gw.method(plan.method)
     if method.traits.owns_momentum and (plan.task.optimizer != "sgd" or plan.task.momentum):
         raise UsageError(f"{method!r} brings its own momentum: use --optimizer sgd --momentum 0 with it")
+    if plan.task.ema and method.traits.local_steps and not method.traits.outcomes_differ:
+        raise UsageError(
+            "ema: with local steps the global parameters are evaluated, of which no average is kept: leave --ema out"
+        )
     # A link leaves out what Auto(residuals=True) adds where an option refuses it.
     tried = method.candidates if isinstance(method, gw.Auto) and not plan.simulate else (method,)
     # A simulation has no fallback, and RunConfig has refused one.

@@ -6,6 +6,7 @@ Every floating-point operation is that of a real worker, on the same shapes: for
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ class SimulatedEngine(LinkEngine):
     def score(self) -> tuple[float, float]:
         """Evaluate on all evaluation data."""
         loss, right, count = score_share(self.plan, self.model, self.source.evaluation(0, 1))
-        return loss / count, right / count
+        return loss / count + self.penalty(), right / count
 
     def barrier(self) -> None:
         """Do nothing: there are no other processes."""
@@ -157,6 +158,10 @@ class SimulatedLocalEngine:
         """Return the values, which are means over all workers already."""
         return list(values)
 
+    def penalty(self) -> float:
+        """Return the mean over workers of the penalty of the task, each at its own parameters."""
+        return statistics.fmean(map(self.plan.task.penalty, self.models))
+
     @torch.no_grad()
     def score(self) -> tuple[float, float]:
         """Evaluate the global parameters on all evaluation data, with worker 0's buffers, which are copied to all.
@@ -169,7 +174,8 @@ class SimulatedLocalEngine:
                 buffer.copy_(first)
         with self.steps.swapped():
             loss, right, count = score_share(self.plan, self.models[0], self.source.evaluation(0, 1))
-        return loss / count, right / count
+            penalty = self.plan.task.penalty(self.models[0])
+        return loss / count + penalty, right / count
 
     def barrier(self) -> None:
         """Do nothing: there are no other processes."""

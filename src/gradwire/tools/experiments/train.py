@@ -172,7 +172,7 @@ class Trainer:
         began_s = now_s()
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.task.learning_rate(self.step)
-        loss = self.engine.backward(self.step) + self.plan.task.penalty(self.engine.model)
+        loss = self.engine.backward(self.step) + self.engine.penalty()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -249,7 +249,6 @@ class Trainer:
         if self.average:
             self.average.swap()
         loss, accuracy = self.engine.score()
-        loss += self.plan.task.penalty(self.engine.model)
         if self.average:
             self.average.swap()
         self._row("eval", loss, accuracy, None)
@@ -286,6 +285,8 @@ class Trainer:
         return {
             "link": self.engine.state_dict(),
             GAUGES: self._spreads.sums,
+            # A row of metrics is the mean over ranks of what each has recorded since the last.
+            "losses": self._losses,
             # Between exchanges each rank has different parameters.
             **(own if self.engine.local else {}),
         }
@@ -315,7 +316,8 @@ class Trainer:
         if self.average:
             self.average.shadow = list(own["average"])
         self.step, self.elapsed_s = shared["step"], shared["elapsed_s"]
-        self._losses, self._times_s = list(shared["losses"]), list(shared["times_s"])
+        # In checkpoints of earlier versions only those of rank 0 are kept.
+        self._losses, self._times_s = list(mine.get("losses", shared["losses"])), list(shared["times_s"])
         loaded = self.engine.traffic()
         self.base = {name: shared["counters"][name] - int(getattr(loaded, name)) for name in COUNTERS}
         if self.engine.rank == 0:
