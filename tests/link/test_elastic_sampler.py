@@ -59,6 +59,14 @@ class Training:
         for worker in self.members:
             worker.hold(self.rounds)
 
+    def take_rounds(self, count: int) -> None:
+        """Let all members meet and take rounds."""
+        self.meet()
+        for _ in range(count):
+            for worker in self.members:
+                worker.draw()
+            self.vote()
+
     def vote(self) -> None:
         """End a round in which all have drawn."""
         self.rounds += 1
@@ -113,11 +121,7 @@ def test_a_worker_that_comes_again_draws_where_the_others_are() -> None:
 @pytest.mark.parametrize("early", [0, 1, 3])
 def test_the_last_round_of_a_pass_is_shared_out_once_when_a_member_is_lost_in_it(early: int) -> None:
     training = Training(4, 102, 8, passes=1)
-    training.meet()
-    for _ in range(3):
-        for worker in training.members:
-            worker.draw()
-        training.vote()
+    training.take_rounds(3)
     a, *others, d = training.members
     # 6 samples are left for four: 2, 2, 1 and 1.
     drawn = [a, *others][:early]
@@ -133,11 +137,7 @@ def test_the_last_round_of_a_pass_is_shared_out_once_when_a_member_is_lost_in_it
 
 def test_a_newcomer_keeps_the_batch_that_was_reserved_for_it_when_its_epoch_breaks() -> None:
     training = Training(3, 1000, 4)
-    training.meet()
-    for _ in range(2):
-        for worker in training.members:
-            worker.draw()
-        training.vote()
+    training.take_rounds(2)
     a, b, c = training.members
     for worker in (a, b, c):
         worker.draw()
@@ -159,10 +159,7 @@ def test_a_newcomer_keeps_the_batch_that_was_reserved_for_it_when_its_epoch_brea
 
 def test_a_newcomer_is_given_nothing_beyond_the_last_pass() -> None:
     training = Training(3, 26, 4, passes=1)
-    training.meet()
-    for worker in training.members:
-        worker.draw()
-    training.vote()
+    training.take_rounds(1)
     a, b, c = training.members
     for worker in (a, b, c):
         worker.draw()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from gradwire.link.membership.records import Request
 pytestmark = pytest.mark.ranks
 
 
-def join(workers: Crew, name: str = "a", **more: float) -> gw.Membership:
-    return gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret, name=name, **more)  # type: ignore[arg-type]
+def join(workers: Crew, name: str = "a", **more: Any) -> gw.Membership:
+    return gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret, name=name, **more)
 
 
 def link_on(membership: gw.Membership, method: str = "terngrad") -> tuple[gw.Link, nn.Parameter]:
@@ -157,7 +158,7 @@ def tell() -> None:
 
 
 def test_the_first_signal_lets_a_worker_leave_and_later_ones_do_what_they_did(heard: list[int]) -> None:
-    with crew() as workers, join(workers, signals=[signal.SIGUSR1]) as membership:  # type: ignore[arg-type]
+    with crew() as workers, join(workers, signals=[signal.SIGUSR1]) as membership:
         tell()
         assert (membership.seat.leaving, heard) == (True, [])
         tell()
@@ -166,7 +167,7 @@ def test_the_first_signal_lets_a_worker_leave_and_later_ones_do_what_they_did(he
 
 def test_a_signal_after_the_membership_has_ended_does_what_it_did_before(heard: list[int]) -> None:
     with crew() as workers:
-        with join(workers, signals=[signal.SIGUSR1]) as membership:  # type: ignore[arg-type]
+        with join(workers, signals=[signal.SIGUSR1]) as membership:
             pass
         tell()
         assert (membership.seat.leaving, heard) == (False, [signal.SIGUSR1])
@@ -174,7 +175,7 @@ def test_a_signal_after_the_membership_has_ended_does_what_it_did_before(heard: 
 
 def test_a_membership_that_a_thread_has_closed_swallows_no_signal(heard: list[int]) -> None:
     with crew() as workers:
-        membership = join(workers, signals=[signal.SIGUSR1])  # type: ignore[arg-type]
+        membership = join(workers, signals=[signal.SIGUSR1])
         closing = threading.Thread(target=membership.close)
         closing.start()
         closing.join()
@@ -185,8 +186,8 @@ def test_a_membership_that_a_thread_has_closed_swallows_no_signal(heard: list[in
 @pytest.mark.parametrize("first_ends", [False, True])
 def test_a_signal_reaches_all_memberships_of_a_process(first_ends: bool, heard: list[int]) -> None:
     with crew() as workers, crew() as others:
-        first = join(workers, signals=[signal.SIGUSR1])  # type: ignore[arg-type]
-        with join(others, signals=[signal.SIGUSR1]) as second:  # type: ignore[arg-type]
+        first = join(workers, signals=[signal.SIGUSR1])
+        with join(others, signals=[signal.SIGUSR1]) as second:
             if first_ends:
                 first.close()
             tell()
@@ -198,11 +199,11 @@ def test_a_signal_reaches_all_memberships_of_a_process(first_ends: bool, heard: 
 
 def test_a_membership_that_was_dropped_passes_signals_on(heard: list[int]) -> None:
     with crew() as workers, crew() as others:
-        dropped = join(workers, signals=[signal.SIGUSR1])  # type: ignore[arg-type]
+        dropped = join(workers, signals=[signal.SIGUSR1])
         dropped.board.close()
         del dropped
         gc.collect()
-        with join(others, signals=[signal.SIGUSR1]) as membership:  # type: ignore[arg-type]
+        with join(others, signals=[signal.SIGUSR1]) as membership:
             tell()
             assert (membership.seat.leaving, heard) == (True, [])
             tell()
@@ -211,7 +212,7 @@ def test_a_membership_that_was_dropped_passes_signals_on(heard: list[int]) -> No
 
 def test_a_handler_that_calls_the_one_before_hears_each_signal_once(heard: list[int]) -> None:
     with crew() as workers:
-        with join(workers, signals=[signal.SIGUSR1]) as membership:  # type: ignore[arg-type]
+        with join(workers, signals=[signal.SIGUSR1]) as membership:
             ours, own = signal.getsignal(signal.SIGUSR1), list[int]()
             assert callable(ours)
 

@@ -136,10 +136,10 @@ class QuorumLink(MembershipLink):
         self._nudge.set()
 
     def goes_on(self) -> bool:
-        """Return True if this worker takes further rounds, and False in the step in which the others went without it.
+        """Return whether this worker takes further rounds: False only in the step in which it left without a last one.
 
         Raises:
-            GradwireError: it takes none.
+            GradwireError: it has left before this step, or the training has failed.
         """
         if self._left_in_step:
             self._left_in_step = False
