@@ -68,7 +68,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n $(RUNNERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(RUNNERS) --dist loadfile --max-worker-restart 2
 
 wheel-test: $(STAMP)
 	$(BIN)/python -m pytest tests/test_wheel.py

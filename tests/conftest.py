@@ -19,6 +19,8 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 
 # As torchrun sets it: tests start many processes beside each other, whose threads would wait for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Torch's store looks up the name of a client that has gone, and stands still until a name server has answered.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import triton_first
 

@@ -141,7 +141,8 @@ class Crew:
         for worker in self.workers:
             worker.close()
         self.coordinator.close()
-        self._thread.join()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the coordinator's thread goes on"
 
 
 @contextlib.contextmanager

@@ -249,6 +249,27 @@ def test_trouble_is_told_to_those_that_are_met_later() -> None:
         assert found.text == "rank 1 failed at bucket 0: KeyError: 'boom'"
 
 
+def test_a_link_may_be_closed_by_a_garbage_collection_while_something_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watches(2) as (_, made):
+        for one in made:
+            one.meet(range(2))
+        assert until(lambda: all(knows(one, 1 - one.rank).heard_s is not None for one in made))
+        send, closed = connections._Line.send, list[None]()
+
+        def collect_and_send(line: connections._Line, data: bytes) -> None:
+            if line.socket is made[1]._connections._lines[0].socket and not closed:
+                closed.append(None)
+                made[1].tell(Notice(CLOSED, "b"))
+            send(line, data)
+
+        monkeypatch.setattr(connections._Line, "send", collect_and_send)
+        telling = threading.Thread(target=made[1].tell, args=(Notice(CLOSED, "a"),), daemon=True)
+        telling.start()
+        telling.join(10)
+        assert not telling.is_alive()
+        assert until(lambda: {(CLOSED, "a"), (CLOSED, "b")} <= knows(made[0], 1).notices.keys())
+
+
 def test_who_fails_waits_for_those_that_connect_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its program may fail in the first steps, on a machine so busy that ranks have not met."""
     monkeypatch.setattr(sys, "last_value", KeyError("boom"), raising=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from torch import nn
 
 import gradwire as gw
 from crew import crew, die_in_exchange, learn
-from gradwire.link.membership import steps
+from gradwire.link.membership import conductor, steps
 from gradwire.link.membership.protocol import Seat
 from gradwire.link.membership.records import Epoch, Member
 from gradwire.link.membership.trace import MOST_LISTED, History, TracedEpoch
@@ -301,6 +303,32 @@ def test_programs_that_end_too_soon_or_raise_end_the_replay() -> None:
     late = gw.MembershipTrace(gw.MembershipTrace.scripted("abc", (3, "is lost", "b")).epochs[1:])
     with pytest.raises(gw.IncompatibleError, match="begins with epoch 2 at round 3"):
         gw.replay(late, ends)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_an_interruption_ends_a_replay_also_while_a_program_runs(
+    comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program of a worker may be waiting for something that never comes, or reach its link a little later."""
+    monkeypatch.setattr(conductor, "INTERRUPTED_S", 60.0 if comes_back else 0.1)
+    main, ended, never = threading.get_ident(), threading.Event(), threading.Event()
+
+    def train(membership: gw.Membership) -> None:
+        link = gw.Link([nn.Parameter(torch.zeros(4))], "terngrad", group=membership)
+        link.reduce_()
+        if membership.name == "b":
+            try:
+                signal.pthread_kill(main, signal.SIGINT)
+                never.wait(0.3 if comes_back else None)
+                link.reduce_()
+            finally:
+                ended.set()
+        link.reduce_()
+
+    with pytest.raises(KeyboardInterrupt):
+        gw.replay(gw.MembershipTrace.scripted("abc"), train)
+    assert ended.is_set() is comes_back
+    never.set()
 
 
 @pytest.mark.parametrize(

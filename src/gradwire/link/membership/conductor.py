@@ -9,6 +9,7 @@ generators, files or output do the same in every replay.
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,9 @@ from gradwire.link.membership.replayed_link import (
     RoundOrder,
 )  # fmt: skip
 from gradwire.link.membership.trace import MembershipTrace, TracedEpoch
+
+INTERRUPTED_S = 10.0
+"""Time that programs have to end after an error, or after an interruption by the user."""
 
 T = TypeVar("T")
 
@@ -154,10 +158,15 @@ class _Conductor:
                         )
                     break
                 self._exchange(going)
-            return {name: worker.result for name, worker in self._ordered()}
-        finally:
+            found = {name: worker.result for name, worker in self._ordered()}
+        except BaseException:
+            self._end_all(INTERRUPTED_S)
+            raise
+        else:
             self._end_all()
+        finally:
             _set_generators(kept)
+        return found
 
     # ------------------------------------------------------------------ the trace
 
@@ -310,7 +319,9 @@ class _Conductor:
         """Stand somewhere, in the thread of a worker, until there is an order; return it."""
         worker = self._workers[name]
         with self._changed:
-            worker.order, worker.at = None, point
+            worker.at = point
+            # The order to end may have come while the program ran.
+            worker.order = worker.order if worker.order == END else None
             self._changed.notify_all()
             self._changed.wait_for(lambda: worker.order is not None)
             if worker.order == END:
@@ -334,15 +345,16 @@ class _Conductor:
                 worker.at = ENDED
                 self._changed.notify_all()
 
-    def _end_all(self) -> None:
-        """End all threads."""
+    def _end_all(self, timeout_s: float | None = None) -> None:
+        """End all threads; go on without those whose programs have not ended after a time."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._meetings.break_off()
         for worker in self._workers.values():
             with self._changed:
                 if worker.at != ENDED:
                     worker.order = END
                 self._changed.notify_all()
-            worker.thread.join()
+            worker.thread.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
 
 
 def _eras(trace: MembershipTrace) -> Iterator[_Era]:

@@ -6,9 +6,9 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import secrets
 import socket
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,12 @@ class Coordinator:
         self._keys = 0
         # Workers wait for the key of the run, and find all others then: it is the last one.
         self._guard()
-        self._closed = threading.Event()
+        # A signal handler may close it while this thread waits, which would then hold the lock of an event.
+        self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Keep the store until :meth:`close` is called."""
-        while not self._closed.wait(LOOK_S):
+        while not self._is_closed():
             try:
                 self.look()
             except (RuntimeError, dist.DistError) as error:
@@ -125,8 +126,16 @@ class Coordinator:
                     self._client = self._store.clone()
 
     def close(self) -> None:
-        """End :meth:`serve`."""
-        self._closed.set()
+        """End :meth:`serve`. Signal handlers may call it."""
+        self._closed.put(None)
+
+    def _is_closed(self) -> bool:
+        """Wait until the next look is due, and return whether there is none."""
+        try:
+            self._closed.put(self._closed.get(timeout=LOOK_S))
+        except queue.Empty:
+            return False
+        return True
 
     def look(self) -> None:
         """Write new epochs into the file, and remove what belongs to old ones from the store."""

@@ -80,8 +80,6 @@ class StateFetch:
         ]
         for thread in threads:
             thread.start()
-        with self._lock:
-            self._lock.wait_for(lambda: not self._left or not any(t.is_alive() for t in threads), None)
         for thread in threads:
             thread.join()
         if self._left:

@@ -111,7 +111,8 @@ class Connections:
         self._strangers: set[_Line] = set()
         self._new: deque[_Line] = deque()
         self._told: deque[bytes] = deque(maxlen=MOST_TOLD)
-        self._lock = threading.Lock()
+        # A garbage collection that begins while a thread has it may close a link, which tells the others.
+        self._lock = threading.RLock()
         self._sought: set[int] = set()
         self._seeking = False
         self._closed = threading.Event()
@@ -140,7 +141,7 @@ class Connections:
         with self._lock:
             if notice.kind in (FAILED, BECAUSE):
                 self._told.append(frame)
-            for line in self._lines.values():
+            for line in tuple(self._lines.values()):
                 line.send(frame)
 
     def close(self) -> None:
@@ -279,7 +280,7 @@ class Connections:
             before = self._lines.pop(rank, None)
             self._lines[rank] = line
             # A training may fail in its first seconds, before all ranks are connected.
-            for frame in self._told:
+            for frame in tuple(self._told):
                 line.send(frame)
         if before is not None:
             self._drop(before)
