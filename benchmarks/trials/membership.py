@@ -69,7 +69,7 @@ def spoil_next(armed: threading.Event) -> None:
 def keep(namespace: str | None, listen: str, pipe: Connection) -> None:
     """Coordinate, on a host of an emulated network."""
     move(namespace)
-    coordinator = gw.Coordinator(listen)
+    coordinator = gw.Coordinator(listen, finds_names=False)
     host = listen.rpartition(":")[0]
     pipe.send((f"{host}:{coordinator.port}", coordinator.secret))
     coordinator.serve()

@@ -32,6 +32,7 @@ from gradwire.link.membership.records import (
 )
 from gradwire.link.membership.spare_stores import SpareStores, answers
 from gradwire.link.membership.steps import named_key
+from gradwire.link.membership.store_connections import another
 
 PORT = 29400
 """Default port of the coordinator, that of torchrun's rendezvous."""
@@ -126,7 +127,7 @@ class Board:
         """Return a store whose keys begin with a prefix. Nobody may wait in it for a key."""
         with self._connection.lock:
             if self._shared is None or not answers(self._shared):
-                self._shared = self._do(lambda store: store.clone())
+                self._shared = self._do(another)
             return dist.PrefixStore(prefix, self._shared)
 
     def lend(self, prefix: str) -> Any:
@@ -164,8 +165,8 @@ class Board:
         """Return another connection, and let others use the store meanwhile."""
         store = self._connection.store
         with contextlib.suppress(RuntimeError, dist.DistError, AttributeError):
-            return store.clone()
-        return self._do(lambda store: store.clone())
+            return another(store)
+        return self._do(another)
 
     def _do(self, work: Callable[[Any], T]) -> T:
         return self._connection.do(work)

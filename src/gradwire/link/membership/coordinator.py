@@ -20,6 +20,7 @@ from gradwire.link.membership.board import ASKS, REMOVED, address_of
 from gradwire.link.membership.records import MOST_BYTES, Epoch, Removed, RunRecord, Seal, new_id
 from gradwire.link.membership.spare_stores import RUN
 from gradwire.link.membership.steps import FIRST, epoch_key
+from gradwire.link.membership.store_connections import another, brief_lookups, forget_name_servers
 
 LOOK_S = 0.25
 """Time between two looks for a new epoch."""
@@ -61,6 +62,9 @@ class Coordinator:
         secret: The secret that members share; None: drawn at random, or read from the file.
         state: File to go on from, and to write; it holds the secret, and only its owner can read it. None: a
             coordinator that is started again begins another run.
+        finds_names: False, in a process that does nothing else: from now on, this process finds the names of other
+            machines in its own table alone (``/etc/hosts``). torch's store has the name of each client looked up for
+            its log, and serves nobody until a name server has answered.
 
     Attributes:
         port: Port of the store.
@@ -74,7 +78,12 @@ class Coordinator:
     """
 
     def __init__(
-        self, listen: str = ":29400", *, secret: str | None = None, state: str | os.PathLike[str] | None = None
+        self,
+        listen: str = ":29400",
+        *,
+        secret: str | None = None,
+        state: str | os.PathLike[str] | None = None,
+        finds_names: bool = True,
     ) -> None:
         host, port = address_of(listen)
         self._path = None if state is None else Path(state)
@@ -96,12 +105,16 @@ class Coordinator:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
-            own = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-            self._store = dist.TCPStore(
-                own, listening.getsockname()[1], is_master=True, wait_for_workers=False, timeout=BEGIN,
-                master_listen_fd=listening.detach(),
-            )  # fmt: skip
-            self._client: Any = self._store.clone()
+            own, its_port = listening.getsockname()[:2]
+            own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(own, own)
+            if not finds_names:
+                forget_name_servers()
+            with brief_lookups():
+                self._store = dist.TCPStore(
+                    own, its_port, is_master=True, wait_for_workers=False, timeout=BEGIN,
+                    master_listen_fd=listening.detach(),
+                )  # fmt: skip
+            self._client: Any = another(self._store)
         except (OSError, RuntimeError, dist.DistError) as error:
             raise GradwireError(f"the coordinator cannot listen at {listen}: {error}") from error
         self.port: int = self._store.port
@@ -123,7 +136,7 @@ class Coordinator:
                 # Strangers may keep the store busy for longer than a look waits. Members still find what is in it.
                 logging.getLogger("gradwire").warning("the store of the membership did not answer: %s", error)
                 with contextlib.suppress(RuntimeError, dist.DistError):
-                    self._client = self._store.clone()
+                    self._client = another(self._store)
 
     def close(self) -> None:
         """End :meth:`serve`. Signal handlers may call it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import OrderedDict
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.link.membership.records import RunRecord, Seal
 from gradwire.link.membership.spare_stores import RUN
+from gradwire.link.membership.store_connections import connect
 
 CONNECT_S = 2.0
 """Time of one attempt to reach the coordinator."""
@@ -165,12 +165,7 @@ class CoordinatorConnection:
             )  # fmt: skip
 
     def _connect(self) -> Any:
-        if self._run:
-            # torch's store would try for the whole time, and write twenty lines for each time that nobody listens.
-            socket.create_connection((self._host, self._port), CONNECT_S).close()
-        store = dist.TCPStore(
-            self._host, self._port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
-        )
+        store = connect(self._host, self._port, CONNECT_S)
         store.wait([RUN], timedelta(seconds=CONNECT_S))
         run = Seal(self._secret).open(RUN, bytes(store.get(RUN)), RunRecord)
         if run is None:

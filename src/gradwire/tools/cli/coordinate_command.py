@@ -21,9 +21,7 @@ MOST_SECRET_BYTES = 1024
 def coordinate(listen: str, secret_file: Path | None, state: Path | None, *, as_json: bool) -> None:
     """Keep the store of a membership until the process is told to end."""
     secret = None if secret_file is None else secret_of(secret_file)
-    # The store looks up the name of each client, and stands still until a name server has answered.
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    made = gw.Coordinator(listen, secret=secret, state=state)
+    made = gw.Coordinator(listen, secret=secret, state=state, finds_names=False)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _closing(made))
     address = reached_at(listen, made.port)
