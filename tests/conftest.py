@@ -19,8 +19,6 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 
 # As torchrun sets it: tests start many processes beside each other, whose threads would wait for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Torch's store looks up the name of a client that has gone, and stands still until a name server has answered.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import triton_first
 
@@ -38,11 +36,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from gradwire.link.membership.store_connections import forget_name_servers
 from interpreters import forks_for
 from ranks import Ranks, start_server
 
 torch.set_num_threads(1)
 triton_first.import_kernels()
+# Torch's store has the name of each connection's other end looked up, at both ends, and waits for the answer: where one
+# question in fifty is not answered, one connection in 25 took five seconds. Forks of this process ask nobody either.
+forget_name_servers()
 
 # No test is timed: machines are shared. A fixture of properties says what they run on and holds no state.
 _untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

@@ -378,7 +378,9 @@ def preload() -> None:
     import gradwire.tools.lab
     import gradwire.tools.report  # noqa: F401
     import ranks_preload  # noqa: F401
+    from gradwire.link.membership.store_connections import forget_name_servers
 
+    forget_name_servers()
     if len(os.listdir("/proc/self/task")) != 1:
         raise AssertionError("the server runs a thread: a fork of it is not safe")
 

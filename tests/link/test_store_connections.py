@@ -92,18 +92,27 @@ def test_a_silent_name_server_is_asked_once_and_by_the_program_itself_as_ever() 
 
 
 def test_other_threads_ask_theirs_meanwhile() -> None:
-    found: list[int] = []
+    found: list[tuple[int, int, int]] = []
 
-    def ask() -> None:
-        with NameServer() as names:
-            look_up()
-            found.append(names.asked())
+    def look() -> None:
+        resolver = store_connections._resolver()
+        assert resolver is not None
+        found.append((resolver.retrans, resolver.retry, resolver.nscount))
 
-    with NameServer(), brief_lookups():
-        asking = threading.Thread(target=ask)
-        asking.start()
-        asking.join()
-    assert found == [1]
+    def look_elsewhere() -> None:
+        looking = threading.Thread(target=look)
+        looking.start()
+        looking.join()
+
+    look()
+    look_elsewhere()
+    with brief_lookups():
+        look()
+        look_elsewhere()
+    look()
+    usual, of_others, brief, of_others_meanwhile, afterwards = found
+    assert usual == afterwards != brief
+    assert of_others == of_others_meanwhile
 
 
 def test_nobody_who_listens_and_a_name_that_is_unknown_are_errors_of_the_system() -> None:
