@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from alone import group_of_one
 from gradwire.model.profile import ReadyBucket, Timeline
 from gradwire.tools.bench.compute import SleepingCompute, make_compute
 from gradwire.tools.bench.models import bench_model
@@ -25,9 +25,8 @@ CAP_MB = 4e-4
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in loopback().items():
         monkeypatch.setenv(name, os.environ.get(name, value))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 class Clock:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from norm_worker import Normed
 
 import gradwire as gw
+from alone import group_of_one
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.distributed import DistributedEngine
 from gradwire.tools.experiments.engine import build_model
@@ -67,9 +67,8 @@ def test_the_seed_and_the_step_decide_augmentation() -> None:
 @pytest.fixture
 def group() -> Iterator[None]:
     """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 @pytest.mark.usefixtures("group")

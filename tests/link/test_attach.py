@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from alone import group_of_one
 from gradwire.exchange.planning import Options
 from gradwire.link.adapters import ddp as adapter
 from gradwire.link.checks import caution_about_unused
@@ -60,10 +61,9 @@ class FakeLink:
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[DistributedDataParallel]:
     """A module in a group of this process alone; each parameter has a bucket of its own."""
     monkeypatch.setattr(adapter, "Link", FakeLink)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     inner = nn.Sequential(nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Linear(300, 2))
-    yield DistributedDataParallel(inner, bucket_cap_mb=1e-4)
-    dist.destroy_process_group()
+    with group_of_one():
+        yield DistributedDataParallel(inner, bucket_cap_mb=1e-4)
 
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]

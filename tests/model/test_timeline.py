@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from alone import group_of_one
 from gradwire.model.profile import Profile, Recorder, Timeline
 from gradwire.tools.bench.profile import profile_name, profile_script
 from gradwire.tools.experiments.errors import UsageError, WorkerError
@@ -19,8 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 
 
 def recorded(automatic: bool) -> Profile:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
         ddp = DistributedDataParallel(module, bucket_cap_mb=0.005)
         recorder = Recorder(ddp, automatic=automatic)
@@ -35,8 +34,6 @@ def recorded(automatic: bool) -> Profile:
                 recorder.backward_ended()
                 recorder.end()
         return Profile.of("here", module, recorder)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("automatic", [False, True])
