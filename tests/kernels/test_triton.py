@@ -250,3 +250,31 @@ def test_what_is_missing_is_named(code: str, message: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert re.search(f"BackendError: .*{message}", done.stderr), done.stderr
+
+
+def test_families_are_compiled_ahead_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current one: what compiles other backends, tensors in main memory, this one refuses there."""
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr("gradwire.kernels.api.cache_folder", lambda: None)
+    compared: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(TritonBackend, "difference", lambda _, *what: compared.append(what))
+    kernels = Kernels(TritonBackend(reference()))
+    kernels.warm_up(SERVED)
+    assert compared == [(family, torch.device("cuda", 3)) for family in SERVED]
+    with pytest.raises(BackendError, match="no kernels of the family 'sketch'"):
+        kernels.warm_up(["sketch"])
+
+
+def test_what_is_selected_is_counted_wherever_the_counts_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Families are compared with the reference on copies of all tensors on the device."""
+    from gradwire.kernels.selection import triton as selection
+
+    monkeypatch.setattr(selection, "launch", lambda *_, **__: None)
+    table = SegmentTable([0], [80], [0], [(1, 2)])
+    x, one = torch.ones(80, device="meta"), torch.ones(1, dtype=torch.int64)
+    found = torch.zeros(1, dtype=torch.int64, device="meta")
+    index = torch.zeros(1, dtype=torch.int32, device="meta")
+    selection.select_above(x, table, torch.ones(1), one, index, found)
+    assert found.shape == (1,)

@@ -80,6 +80,7 @@ ON_DEVICE = [
     *("ErrorFeedback(compressor=QSGDinf())", "EF21(compressor=QSGDinf())", "ef_signsgd", "onebit"),
     *("signsgd", "signum", "qsgdmaxnorm", "QSGDMaxNorm(block_size=256)", "p_quantisation"),
     *("diana", "DIANA(compressor=QSGDinf(), momentum=0.9)", "dqgd"),
+    *("TernGrad(share_scaler=False)", "PQuantisation(p=1)", "DRIVE()", "EDEN(bits=3)"),
 ]
 
 
@@ -94,10 +95,13 @@ def test_payloads_made_on_the_device_have_the_same_bits(three_ranks: Any, method
         assert not [where for where, stream in noted["waits_for"] if stream == "link"]
 
 
-def test_auto_takes_main_memory_where_triton_lacks_a_family(three_ranks: Any) -> None:
-    for _, record, _ in same(three_ranks, "TopK(density=0.1)", {}):
+@pytest.mark.parametrize(
+    ("method", "reason"), [("TopK(density=0.1)", "'indices'"), ("EDEN(bits=0.5)", "between its kernels")]
+)
+def test_auto_takes_main_memory_where_the_device_does_not_serve(three_ranks: Any, method: str, reason: str) -> None:
+    for _, record, _ in same(three_ranks, method, {}):
         assert record["kernels_on"] == "cpu"
-        assert "'indices'" in record["kernels_reason"]
+        assert reason in record["kernels_reason"]
 
 
 def refusal(method: str, options: dict[str, Any], on_device: bool) -> str:

@@ -12,7 +12,6 @@ from gradwire.kernels.entropy.base import CODERS, SectionCoder
 from gradwire.kernels.entropy.select import get_coder
 from gradwire.kernels.front import Family
 from gradwire.kernels.operations import Operations
-from gradwire.kernels.self_test import SELF_TESTS
 
 FAMILIES = (
     "moments",
@@ -54,6 +53,10 @@ class Backend(Protocol):
 
     def family(self, name: str) -> Family:
         """Return the functions of a family."""
+        ...
+
+    def warm_up(self, name: str) -> object:
+        """Compile a family, or load it, where :attr:`compiles` is True."""
         ...
 
     def measure(self, name: str) -> object:
@@ -111,7 +114,7 @@ class Kernels(Operations):
         if name in CODERS:
             self.coder(name).warm_up()
         else:
-            SELF_TESTS[name](self)
+            self._backend.warm_up(name)
 
 
 def known_families(names: Iterable[str]) -> list[str]:

@@ -97,6 +97,10 @@ class Automatic:
     def family(self, name: str) -> Family:
         return self._backends[self._choose(name).backend].family(name)
 
+    def warm_up(self, name: str) -> None:
+        """Compile a family, or load it."""
+        SELF_TESTS[name](Kernels(self))
+
     def _choose(self, family: str) -> Choice:
         choice = self._choices.get(family)
         if choice is None or (self._only_plain and choice.backend != PLAIN):
@@ -185,6 +189,9 @@ class Functions:
     def __init__(self, name: str, find: Callable[[str], Family]) -> None:
         self.name, self.family = name, find
 
+    def warm_up(self, name: str) -> None:
+        """Compile nothing."""
+
     def measure(self, name: str) -> None:
         """Measure nothing: there is one variant."""
 
@@ -197,7 +204,7 @@ class CompiledLoops:
         threads: Number of threads that share a call.
 
     Raises:
-        BackendError: numba is not installed.
+        BackendError: numba is not installed, or its compiler is switched off.
     """
 
     compiles = True
@@ -207,6 +214,8 @@ class CompiledLoops:
             # Imported here: Numba takes half a second to import, and the other backends do not need it.
             import_module("gradwire.kernels.numba_core.compiled")
             import_module("numba")
+        except BackendError:  # an ImportError, too
+            raise
         except ImportError as error:
             raise BackendError(f"kernel backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
         self.name, self.coders = ("cpu", "auto") if simd else ("cpu-plain", "cpu-plain")
@@ -216,6 +225,10 @@ class CompiledLoops:
         if name not in self._families:
             self._families[name] = compiled_loops(name)(self._simd, self._threads)
         return self._families[name]
+
+    def warm_up(self, name: str) -> None:
+        """Compile a family, or load it."""
+        SELF_TESTS[name](Kernels(self))
 
     def measure(self, name: str) -> None:
         """Measure nothing: there is one variant."""
@@ -228,6 +241,12 @@ class Nothing:
 
     def family(self, name: str) -> Family:
         return self
+
+    def warm_up(self, name: str) -> None:
+        """Compile nothing."""
+
+    def measure(self, name: str) -> None:
+        """Measure nothing."""
 
     def __getattr__(self, operation: str) -> Callable[..., None]:
         return lambda *arguments: None
@@ -266,7 +285,7 @@ def get_kernels(name: str = "auto", threads: int = 1) -> Kernels:
 
     Raises:
         HyperparameterError: there is no such backend.
-        BackendError: the backend needs a library that is not installed.
+        BackendError: the backend needs a library that is not installed, or a compiler that is switched off.
 
     Example:
         >>> get_kernels("reference").name

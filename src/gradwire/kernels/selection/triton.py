@@ -106,7 +106,8 @@ def select_above(
     blocks = blocks_of(table, x.device)
     below = threshold.to(x.device).view(torch.int32) - 1
     taken = _write_positions(x, blocks, below, torch.zeros_like(below), limit, index)
-    found.index_add_(0, blocks.segment.cpu().to(torch.int64), taken.to("cpu", torch.int64))
+    # In main memory, where callers look at it; on the device while the family is compared with the reference.
+    found.index_add_(0, blocks.segment.to(found.device, torch.int64), taken.to(found.device, torch.int64))
 
 
 # Only the CPU's methods estimate thresholds; their sums are those of the definition.

@@ -70,6 +70,16 @@ class TritonBackend:
             self._families[name] = _Verified(self, name, triton_module(name))
         return self._families[name]
 
+    def warm_up(self, name: str) -> None:
+        """Compile a family for the current device, and compare it with the reference there.
+
+        Raises:
+            BackendError: its kernels cannot run there, or give other bits.
+        """
+        self.family(name)
+        here = torch.device("cpu") if self.interpreted else torch.device("cuda", torch.cuda.current_device())
+        self.verify(name, here)
+
     def measure(self, name: str) -> None:
         """Measure nothing: there is one variant."""
 
@@ -134,6 +144,12 @@ class _OnDevice:
 
     def family(self, name: str) -> Family:
         return self
+
+    def warm_up(self, name: str) -> None:
+        """Compile nothing ahead: each function is compiled when it is called."""
+
+    def measure(self, name: str) -> None:
+        """Measure nothing: there is one variant."""
 
     def __getattr__(self, operation: str) -> Callable[..., None]:
         function = getattr(self._module, operation)
