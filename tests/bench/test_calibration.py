@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.drivers import Stage
-from gradwire.model.calibrate import Observation, calibrate, log_error
+from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
 from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import ReadyBucket, Timeline
@@ -177,6 +178,21 @@ def test_few_steps_draw_costs_towards_the_defaults() -> None:
     # Loopback tells nothing of links.
     fitted = calibrate(measured[:2], "few", few=True, fit_links=False)
     assert fitted.ring_efficiency == DEFAULT.ring_efficiency
+
+
+def test_steps_that_are_all_fitted_promise_nothing_of_others() -> None:
+    measured = observations(TRUTH)
+    for count in (1, 4, len(BOUNDS)):
+        assert calibrate(measured[:count], "few", few=True).residual == DEFAULT.residual
+    # Nine numbers are fitted, or seven without those of links.
+    sure = replace(DEFAULT, residual=0.0)
+    for fit_links, count in ((True, len(BOUNDS)), (True, 12), (False, len(BOUNDS) - 2), (False, 12)):
+        few = [replace(one, step_s=one.step_s * (3.0 if i % 2 else 1.0)) for i, one in enumerate(measured[:count])]
+        fitted = calibrate(few, "few", sure, fit_links=fit_links, few=True)
+        squares = sum(log_error(one, fitted) ** 2 for one in few)
+        spare = count - len(BOUNDS) + (0 if fit_links else 2)
+        assert fitted.residual == pytest.approx(math.sqrt(squares / (spare or count)))
+        assert fitted.residual > 0.01
 
 
 def test_a_fit_that_is_stopped_gives_the_best_costs_so_far() -> None:

@@ -177,6 +177,37 @@ def test_wrong_questions_are_one_line_and_exit_code_2(calibration: Path, words: 
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_probe_of_hosts_with_unequal_ranks_is_refused_in_one_line(
+    calibration: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    hosts, left = [7.0, 7.0, 9.0, 9.0], []
+
+    def all_gather(out: list[torch.Tensor], mine: torch.Tensor) -> None:
+        for one, host in zip(out, hosts, strict=True):
+            one.fill_(host)
+
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend: None)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: left.append(1))
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: len(hosts))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    monkeypatch.setattr("torch.distributed.all_gather", all_gather)
+    measured = LinkModel(bandwidth_bytes_per_s=1e7, ranks_per_host=2)
+    monkeypatch.setattr("gradwire.probe", lambda **_: measured)
+    words = ["plan", "--probe", "--profile", small_model, "--calibration", calibration, "--method", "bf16"]
+    assert call(*words).exit_code == 0
+    hosts += [11.0]
+    result = call(*words)
+    assert len(left) == 2
+    # The others leave the sentence to rank 0.
+    assert (result.exit_code, result.stdout) == (0 if rank else 2, "")
+    lines = [line for line in result.stderr.splitlines() if line]
+    assert len(lines) == (0 if rank else 1)
+    assert rank or "the hosts run 2, 2, 1 ranks" in lines[0]
+    assert rank or "the same --nproc-per-node on each" in lines[0]
+
+
 def test_of_a_method_that_chooses_the_candidates_are_predicted_and_what_they_cost_is_said(
     calibration: Path, small_model: Path
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from gradwire.model.forecast import Scenario, forecast, recommend
-from gradwire.model.machine import DEFAULT, LinkModel
+from gradwire.model.machine import DEFAULT, LinkModel, connection_rate
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
 from gradwire.model.schedule import Load
 from gradwire.model.server import ServerProfile, server_time
@@ -265,6 +265,30 @@ def test_the_predicted_step_is_that_of_a_queue_at_the_servers_link(
     wanted = simulated_step(8, 0.05, push_bytes / rate, fetch_bytes / rate, delay_s, wait=staleness == 0)
     assert found.step_s == pytest.approx(wanted, rel=0.01)
     assert found.floor_s == max(0.05, 8 * max(push_bytes, fetch_bytes) / rate)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, None])
+@pytest.mark.parametrize("delay_s", [0.0, 0.02])
+def test_the_predicted_step_grows_with_the_packets_that_are_lost(staleness: int | None, delay_s: float) -> None:
+    timeline = Timeline(forward_s=0.02, buckets=(), backward_s=0.03, after_s=0.0)
+
+    def step_s(loss: float, rate: float | None = 1e7, push_bytes: int = 100_000) -> float:
+        profile = ServerProfile("", 8, staleness, push_bytes, 400_000, codec_s=0.0)
+        link = LinkModel(bandwidth_bytes_per_s=rate, latency_s=delay_s, loss=loss)
+        return server_time(timeline, profile, link=link, load=Load(ranks=1, cores=2)).step_s
+
+    for rate in (1e7, 1e9, None):
+        taken = [step_s(loss, rate) for loss in (0.0, 0.001, 0.01, 0.1)]
+        if rate == 1e7 and staleness != 0 and not delay_s:
+            # The link is busy with other workers' bytes while one waits for its packets.
+            assert taken[:3] == [8 * 400_000 / 1e7] * 3
+        else:
+            assert taken == sorted(set(taken))
+    if delay_s:
+        # A connection alone, far below the link's rate, and a timeout for each message that loses its last packet.
+        slow_s = 500_000 / connection_rate(delay_s, 0.01)
+        timeout_s = (2 * delay_s + 0.2) * (2 * (1 - 0.99**8) if staleness == 0 else 2 * 0.01)
+        assert step_s(0.01, None) == pytest.approx(0.05 + 2 * delay_s + slow_s + timeout_s)
 
 
 def test_a_plan_counts_all_workers_bytes_at_the_server_and_does_not_recommend_it() -> None:

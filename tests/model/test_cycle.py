@@ -58,6 +58,22 @@ def test_bytes_are_those_of_a_cycle(spec: str) -> None:
     assert sent[-1] - sent[-1 - cycle.every] == counted
 
 
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_of_factors_in_turn_a_cycle_has_the_mean(iterations: int) -> None:
+    spec, workers = f"PowerGossip(iterations={iterations})", 3
+    modules = [{name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()} for _ in range(workers)]
+    link = gw.SimulatedLocalSteps([module.items() for module in modules], spec)
+    totals = [0]
+    for _ in range(2):
+        link.after_step()
+        totals.append(link.traffic(0).sent_bytes)
+    first, second = totals[1], totals[2] - totals[1]
+    # Rounds of two iterations send both sides.
+    assert (first == second) == (iterations == 2)
+    found = cycle_of(spec, profile().tensors(), workers, repeats=1)
+    assert found.sent_bytes == (first + second) / 2
+
+
 def cycle(every: int, delay: int, sent: int, fragments: int = 1, own_s: float = 0.0) -> Cycle:
     """All-to-alls of so many bytes, with nothing to compute but what is done beside them."""
     jobs = BucketJobs((), ((Stage(0.0, "all_to_all", sent, 1, 1), Stage(0.0)),), False)

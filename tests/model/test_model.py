@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +34,24 @@ def test_a_rehearsal_sends_the_bytes_of_the_dry_run(spec: str, world_size: int) 
     planner = Planner(gw.method(spec), known.tensors(), world_size, Options())
     assert exchange.sent_bytes == planner.sent_bytes(list(SHAPES))
     assert sum(bucket.work_s for bucket in exchange.buckets) > 0
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+@pytest.mark.parametrize("shape", [(600, 100), (100, 601)], ids=["tall", "wide"])
+def test_of_rounds_that_alternate_a_profile_has_the_mean(shape: tuple[int, int], world_size: int) -> None:
+    link = gw.SimulatedLink([("w", torch.empty(shape))], "acp_sgd", world_size)
+    totals = [0]
+    for _ in range(2):
+        link.reduce_(torch.randn(world_size, math.prod(shape)))
+        totals.append(link.traffic().sent_bytes)
+    left, right = totals[1], totals[2] - totals[1]
+    assert (left > right) == (shape[0] > shape[1])
+    tensors = {"w": torch.empty(shape, device="meta")}
+    bucket = ReadyBucket(names=("w",), numel=math.prod(shape), ready_s=0.0)
+    exchange = exchange_of("acp_sgd", tensors, [bucket], world_size, repeats=1)
+    assert exchange.sent_bytes == (left + right) / 2
+    planner = Planner(gw.method("acp_sgd"), tensors, world_size, Options())
+    assert planner.sent_bytes(["w"]) == math.ceil((left + right) / 2)
 
 
 FREE = dataclasses.replace(
@@ -181,6 +200,33 @@ def test_a_machine_and_a_profile_survive_their_files(tmp_path: Path) -> None:
     for read in (Machine.read, Profile.read):
         with pytest.raises(gw.HyperparameterError, match=r"p\.json holds no"):
             read(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("name", ["ring_efficiency", "crowd_efficiency"])
+def test_an_efficiency_of_nothing_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(gw.HyperparameterError, match=f"{name} is above 0, not 0"):
+        dataclasses.replace(DEFAULT, **{name: 0})
+    (tmp_path / "c.json").write_text(json.dumps({**DEFAULT.to_json(), name: 0.0}))
+    with pytest.raises(gw.HyperparameterError, match=rf"c\.json holds no calibration .*{name} is above 0, not 0"):
+        Machine.read(tmp_path / "c.json")
+    # Other costs may be 0: the work is then free.
+    (tmp_path / "c.json").write_text(json.dumps({**DEFAULT.to_json(), "call_s": 0.0}))
+    assert Machine.read(tmp_path / "c.json").call_s == 0
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
+def test_a_link_without_bandwidth_is_refused_and_not_taken_for_one_without_a_limit(rate: float) -> None:
+    with pytest.raises(gw.HyperparameterError, match="bandwidth_bytes_per_s is above 0 or None for no limit"):
+        LinkModel(bandwidth_bytes_per_s=rate)
+
+
+def test_a_step_that_takes_no_time_is_refused_by_name(tmp_path: Path) -> None:
+    empty = profile(0.0)
+    with pytest.raises(gw.HyperparameterError, match="a step of 0 s cannot be stretched"):
+        empty.timeline.scaled(1.0)
+    empty.save(tmp_path / "p.json")
+    with pytest.raises(gw.HyperparameterError, match=r"p\.json holds no profile: .*its step takes no time"):
+        Profile.read(tmp_path / "p.json")
 
 
 QUIET = dataclasses.replace(DEFAULT, residual=0.05, contention=1.0)

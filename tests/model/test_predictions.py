@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +86,30 @@ def test_a_lab_has_its_latency_and_loopback_none(no_kernels: object) -> None:
         one |= {"lab": "loopback,hosts=2", "bandwidth_bits_per_s": None}
     (case,) = predict.cases_of(rows)
     assert case.observation.link == LinkModel()
+
+
+def test_rows_of_links_that_differ_or_fail_are_left_out_and_named_once(
+    no_kernels: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    others = [
+        "hosts=4,bandwidth=1gbit,groups=2,between=10mbit",
+        "hosts=4,bandwidth=1gbit,asymmetric=10mbit",
+        "hosts=4,bandwidth=1gbit,host2=10mbit",
+        "hosts=4,bandwidth=1gbit,host2.delay=50ms",
+        "hosts=4,bandwidth=1gbit,outage=10s@60s",
+    ]
+    alike = [row("lenet", 4, rate, variant, 0.1) for rate in RATES for variant in VARIANTS]
+    rows = [*alike, *({**row("lenet", 4, 1e9, variant, 9.9), "lab": lab} for lab in others for variant in VARIANTS)]
+    said: list[str] = []
+    assert predict.cases_of(rows, said.append) == predict.cases_of(alike)
+    (told,) = [line for line in said if line.startswith("left out")]
+    assert all(lab in told for lab in others)
+    # Also where a user hands rows to gradwire plan, which says nothing else.
+    path, said = tmp_path / "rows.jsonl", []
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    with pytest.raises(HyperparameterError, match="8 measured steps"):
+        predict.machine_of_rows(path, said.append)
+    assert said == [told]
 
 
 def test_what_the_model_cannot_know_is_left_out_and_ddp_is_the_method_that_equals_it(
@@ -171,10 +197,11 @@ def observed(noise: Sequence[float]) -> list[Observation]:
 
 
 def test_the_residual_is_the_deviation_of_what_was_measured_from_the_fit() -> None:
-    measured = observed([0.2 if i % 2 else -0.2 for i in range(len(BOUNDS) + 9)])
+    """For as many steps as the numbers leave free."""
+    measured = observed([0.2 if i % 2 else -0.2 for i in range(6 * len(BOUNDS))])
     fitted = calibrate(measured, "noisy")
     errors = [log_error(one, fitted) for one in measured]
-    assert fitted.residual == pytest.approx(math.sqrt(sum(e * e for e in errors) / len(errors)))
+    assert fitted.residual == pytest.approx(math.sqrt(sum(e * e for e in errors) / (len(errors) - len(BOUNDS))))
     # Noise that no number of the model can explain, as it changes from step to step of one cluster.
     assert 0.1 < fitted.residual < 0.25
     assert (fitted.most_workers, fitted.slowest_bytes_per_s, fitted.fastest_bytes_per_s) == (4, 1e6, 1e7)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from alone import group_of_one
+from gradwire.model import profile
 from gradwire.model.profile import Profile, Recorder, Timeline
 from gradwire.tools.bench.profile import profile_name, profile_script
 from gradwire.tools.experiments.errors import UsageError, WorkerError
@@ -46,6 +51,94 @@ def test_every_parameter_is_in_one_bucket_and_time_moves_forward(automatic: bool
     assert 0 < buckets[0].ready_s <= found.timeline.backward_s
     assert found.timeline.forward_s > 0
     assert Timeline.from_json(found.timeline.to_json()) == found.timeline
+
+
+FORWARD_S, BACKWARD_S, AFTER_S, PAUSE_S = 4.0, 6.0, 3.5, 100.0
+
+
+class Busy(torch.autograd.Function):
+    """Lets a clock go on while it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, clock: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+        ctx.clock = clock
+        clock.now_s += FORWARD_S
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.clock.now_s += BACKWARD_S
+        return None, gradients[0]
+
+
+class Worker:
+    """A module with a recorder, and a clock that only its forward, its backward and the optimizer move."""
+
+    def __init__(self, clock: SimpleNamespace) -> None:
+        class Model(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return Busy.apply(clock, super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+        self.clock, self.ddp = clock, DistributedDataParallel(Model(4, 4))
+        self.recorder = Recorder(self.ddp, automatic=True)
+
+    def loss(self) -> torch.Tensor:
+        return self.ddp(torch.ones(2, 4)).sum()  # type: ignore[no-any-return]
+
+    def optimize(self) -> None:
+        self.clock.now_s += AFTER_S
+
+    def accumulate(self) -> None:
+        """Take a step of four micro-batches."""
+        for micro in range(4):
+            with self.ddp.no_sync() if micro < 3 else contextlib.nullcontext():
+                self.loss().backward()
+        self.optimize()
+
+    def add_up(self) -> None:
+        """Take a step of three forwards and one backward."""
+        torch.stack([self.loss() for _ in range(3)]).sum().backward()
+        self.optimize()
+
+    def evaluate(self) -> None:
+        """Take a step, and evaluate."""
+        self.loss().backward()
+        self.optimize()
+        with torch.no_grad():
+            self.loss()
+            self.clock.now_s += PAUSE_S
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    clock = SimpleNamespace(now_s=0.0)
+    clock.perf_counter = lambda: clock.now_s
+    monkeypatch.setattr(profile, "time", clock)
+    with group_of_one():
+        yield Worker(clock)
+
+
+@pytest.mark.parametrize(
+    ("step", "spans"),
+    [
+        # The last of four backwards is the one whose buckets are exchanged.
+        (Worker.accumulate, (4 * FORWARD_S + 3 * BACKWARD_S, BACKWARD_S, AFTER_S)),
+        (Worker.add_up, (3 * FORWARD_S, 3 * BACKWARD_S, AFTER_S)),
+        # An evaluation is no part of a step.
+        (Worker.evaluate, (FORWARD_S, BACKWARD_S, AFTER_S)),
+    ],
+)
+def test_a_step_is_all_that_its_gradients_took(
+    worker: Worker, step: Callable[[Worker], None], spans: tuple[float, float, float]
+) -> None:
+    for _ in range(3):
+        step(worker)
+    found = worker.recorder.timeline()
+    assert found is not None
+    assert worker.recorder.steps == 2 + (step is Worker.evaluate)
+    assert (found.forward_s, found.backward_s, found.after_s) == spans
+    assert [bucket.ready_s for bucket in found.buckets] == [spans[1]]
+    assert found.compute_s == sum(spans)
 
 
 def test_scaling_keeps_proportions() -> None:

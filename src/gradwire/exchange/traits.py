@@ -24,6 +24,8 @@ class Traits:
         needs_every_round: True if every parameter must be exchanged in every round, because the method goes by the
             number of the round: it sends one of several parts in turn, or learns from some rounds what it uses for all
             parameters. Rounds that exchange a part of the model in turn would make it repeat the same turn.
+        period: Number of rounds after which its messages have the same sizes again, if they alternate: 2 for a method
+            that sends left and right factors in turn. The root of a broadcast does not change with the round then.
         clips_gradient: True if it scales each worker's gradient by the norm of the whole gradient, so that no rank may
             exchange a part of it alone.
         rounds_sums: True if the backend adds up what ranks send in sixteen bits, so that no rank knows what the sum
@@ -87,6 +89,7 @@ class Traits:
     whole_step: bool = False
     joined: bool = False
     needs_every_round: bool = False
+    period: int = 1
     clips_gradient: bool = False
     rounds_sums: bool = False
     direction: bool = False

@@ -77,6 +77,10 @@ def calibrate(
     The fit minimises log(measured / predicted) under a soft-L1 loss, so that one disturbed cell does not distort it,
     over the logarithms of the numbers in :data:`BOUNDS`.
 
+    The residual of the result is that of steps which were not fitted. With n steps and k numbers it is estimated by the
+    root mean square of the errors times sqrt(n / (n - k)). With no more steps than numbers the errors tell nothing of
+    other steps, and the residual is at least that of ``start``.
+
     Args:
         observations: Measured steps: at least one more than there are numbers to fit, unless ``few``.
         source: Description of their source.
@@ -125,6 +129,10 @@ def calibrate(
     except _OutOfTime:
         fitted = machine(best[1])
     spread = float(np.sqrt(np.mean(np.square([log_error(o, fitted) for o in observations]))))
+    if len(observations) > len(names):
+        spread *= math.sqrt(len(observations) / (len(observations) - len(names)))
+    else:
+        spread = max(spread, start.residual)
     rates = [o.link.bandwidth_bytes_per_s for o in observations if o.link.bandwidth_bytes_per_s is not None]
     return replace(
         fitted,

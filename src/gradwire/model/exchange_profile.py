@@ -30,8 +30,8 @@ class BucketJobs:
     asynchronous: bool
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that one rank sends."""
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends, on average over rounds that alternate."""
         return sum(s.sent_bytes for job in (self.prepare, *self.chunks) for s in job)
 
     @property
@@ -56,8 +56,8 @@ class ExchangeProfile:
     delays: Delays = field(default_factory=Delays)
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that one rank sends in a step."""
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends in a step, on average over rounds that alternate."""
         return sum(b.sent_bytes for b in self.buckets)
 
 
@@ -102,7 +102,8 @@ def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, r
     def jobs(names: Sequence[str], numel: int) -> BucketJobs:
         plan = planner.plan(names, 0)
         flat = torch.randn(numel, generator=generator)
-        prepare, chunks = profile_locally(plan, flat, world_size, repeats, link=planner.options.link_cost)
+        link, period = planner.options.link_cost, planner.method.traits.period
+        prepare, chunks = profile_locally(plan, flat, world_size, repeats, link=link, period=period)
         return BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous)
 
     if planner.joins_buckets and len(buckets) > 1:

@@ -88,8 +88,7 @@ def cycle_of(
     """Plan and profile the exchanges of a method with local steps on this machine.
 
     For gossip they are the exchanges of rank 0: others may take longer on unequal network links, or if they have more
-    neighbours. If payloads alternate from round to round, like PowerGossip's factors, they are those of the even
-    rounds.
+    neighbours. If payloads alternate from round to round, like PowerGossip's factors, they are means over the rounds.
 
     Args:
         parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.

@@ -57,12 +57,20 @@ class LinkModel:
         latency_s: Delay of a message in one direction.
         ranks_per_host: Ranks that share the link; messages between them do not use it.
         loss: Share of the packets that are lost, at random.
+
+    Raises:
+        HyperparameterError: the bandwidth is not above 0.
     """
 
     bandwidth_bytes_per_s: float | None = None
     latency_s: float = 0.0
     ranks_per_host: int = 1
     loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        rate = self.bandwidth_bytes_per_s
+        if rate is not None and not rate > 0:
+            raise HyperparameterError(f"LinkModel: bandwidth_bytes_per_s is above 0 or None for no limit, not {rate!r}")
 
     def resending_s(self, messages: int, turns: int) -> float:
         """Return the expected time that some messages wait because their last packet was lost.
@@ -125,10 +133,13 @@ class Machine:
         sum_byte_s: CPU time of one byte in a ring that adds.
         bucket_s: CPU time of handing over a bucket, on the computing thread.
         contention: Factor on all work besides the timeline, which was measured with all ranks running.
-        residual: Standard deviation of log(measured / predicted) in the calibration.
+        residual: Standard deviation of log(measured / predicted), estimated for steps that were not fitted.
         source: Description of the source of the numbers.
         most_workers: Most workers in the steps that they were fitted to; None if unknown.
         slowest_bytes_per_s, fastest_bytes_per_s: Range of the limited network links in these steps; None without any.
+
+    Raises:
+        HyperparameterError: an efficiency is not above 0.
     """
 
     ring_efficiency: float = 0.9
@@ -145,6 +156,12 @@ class Machine:
     most_workers: int | None = None
     slowest_bytes_per_s: float | None = None
     fastest_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ring_efficiency", "crowd_efficiency"):
+            # Bytes are divided by it.
+            if not getattr(self, name) > 0:
+                raise HyperparameterError(f"Machine: {name} is above 0, not {getattr(self, name)!r}")
 
     def beyond(self, workers: int, link: LinkModel) -> str | None:
         """Return why a prediction lies far outside the calibrated range; None if it does not."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
@@ -10,6 +14,20 @@ from gradwire.model.schedule import Load
 
 NOTICEABLE = 0.02
 """Least share of a large all-to-all's time that its bytes must take to determine a bandwidth."""
+
+
+def host_number() -> float:
+    """Return a number, exact as a float, that is equal for processes that share network interfaces.
+
+    On Linux it identifies a network namespace of one boot of one machine, so that each container or emulated host
+    counts as a host; elsewhere it depends on the host's name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        name = f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        name = socket.gethostname()
+    return float(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big"))
 
 
 @dataclass(frozen=True, kw_only=True)

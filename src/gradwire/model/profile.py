@@ -53,7 +53,15 @@ class Timeline:
         return sum(b.numel for b in self.buckets)
 
     def scaled(self, compute_s: float) -> Timeline:
-        """Return the timeline, stretched to another duration of the whole step."""
+        """Return the timeline, stretched to another duration of the whole step.
+
+        Raises:
+            HyperparameterError: the step takes no time.
+        """
+        if not self.compute_s > 0:
+            raise HyperparameterError(
+                f"a step of {self.compute_s:g} s cannot be stretched: profile one that takes time"
+            )
         k = compute_s / self.compute_s
         buckets = tuple(ReadyBucket(names=b.names, numel=b.numel, ready_s=b.ready_s * k) for b in self.buckets)
         return Timeline(
@@ -79,7 +87,9 @@ class Recorder:
     Args:
         module: A DistributedDataParallel module without a hook.
         automatic: Mark times by the module's own forward calls and buckets, for a training loop that is left unchanged:
-            a step then ends when the next forward begins.
+            a step then ends when the next forward begins after a synchronised backward. What comes before that
+            backward, such as micro-batches under ``no_sync``, counts as forward; forwards without gradients belong to
+            no step.
     """
 
     def __init__(self, module: Any, automatic: bool = False) -> None:
@@ -102,10 +112,14 @@ class Recorder:
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
         if len(self._marks) == 3:
             self.end()
-        self.begin()
+            self._marks = []
+        # Further forwards before the buckets come are of the same step: its gradients are accumulated.
+        if not self._marks and torch.is_grad_enabled():
+            self.begin()
 
     def _after_forward(self, module: nn.Module, inputs: object, output: object) -> None:
-        self.forward_ended()
+        if self._marks and torch.is_grad_enabled():
+            self.forward_ended()
 
     def _hook(self, state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations with types
         names = tuple(self._names[id(p)] for p in bucket.parameters())
@@ -121,8 +135,8 @@ class Recorder:
         self._marks, self._buckets = [time.perf_counter()], []
 
     def forward_ended(self) -> None:
-        """Mark the start of backward."""
-        self._marks.append(time.perf_counter())
+        """Mark the start of backward; the last such mark of a step counts."""
+        self._marks[1:] = [time.perf_counter()]
 
     def backward_ended(self) -> None:
         """Mark the start of the optimizer."""
@@ -212,6 +226,9 @@ class Profile:
         try:
             found: Mapping[str, Any] = json.loads(path.read_text())
             shapes = {n: (tuple(shape), tuple(stride)) for n, (shape, stride) in found["parameters"].items()}
-            return cls(source=found["source"], parameters=shapes, timeline=Timeline.from_json(found["timeline"]))
+            timeline = Timeline.from_json(found["timeline"])
+            if not timeline.compute_s > 0:
+                raise ValueError("its step takes no time")
+            return cls(source=found["source"], parameters=shapes, timeline=timeline)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise HyperparameterError(f"{path} holds no profile: {type(error).__name__}: {error}") from None

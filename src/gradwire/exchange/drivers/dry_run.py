@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean, median
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,9 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.wire import pretend_senders
 
 
-def dry_run(plan: BucketPlan, numel: int, world_size: int, round: int = USUAL_ROUND, rank: int = 0) -> Meter:
+def dry_run(
+    plan: BucketPlan, numel: int, world_size: int, round: int = USUAL_ROUND, rank: int = 0, *, period: int = 1
+) -> Meter:
     """Run a plan made with the ``meta`` kernels, and count its bytes for one rank and one round.
 
     The count is exact, except that rows whose length depends on data count with their largest length.
@@ -30,13 +33,25 @@ def dry_run(plan: BucketPlan, numel: int, world_size: int, round: int = USUAL_RO
             its exchanges and those at its end, as if the step were one bucket.
         rank: The rank whose bytes are counted. Ranks differ in broadcasts only: if the root changes with the round,
             rank 0 is the root in the default round, so that no other rank sends more.
+        period: Number of rounds, of which ``round`` is the last. If there are several, the counts are means over them,
+            rounded up.
     """
     meter = Meter(rank)
     flat = torch.empty(numel, dtype=torch.float32, device="meta")
-    context = Context(rank, world_size, round, workspace=Workspace("meta"))
-    _drive(plan.whole(context, flat), world_size, meter)
-    if plan.finishes:
-        _drive(plan.finish(context), world_size, meter)
+    for number in range(round + 1 - period, round + 1):
+        context = Context(rank, world_size, number, workspace=Workspace("meta"))
+        _drive(plan.whole(context, flat), world_size, meter)
+        if plan.finishes:
+            _drive(plan.finish(context), world_size, meter)
+    return _mean_of_rounds(meter, period)
+
+
+def _mean_of_rounds(meter: Meter, rounds: int) -> Meter:
+    meter.sent_bytes, meter.received_bytes, meter.ring_bytes = (
+        -(-total // rounds) for total in (meter.sent_bytes, meter.received_bytes, meter.ring_bytes)
+    )
+    meter.sent_to = Counter({rank: -(-total // rounds) for rank, total in meter.sent_to.items()})
+    meter.sent_within = Counter({scope: -(-total // rounds) for scope, total in meter.sent_within.items()})
     return meter
 
 
@@ -70,7 +85,8 @@ class Stage:
         work_s: Seconds of the local work, in this process alone on its core.
         kind: "all_to_all", "all_gather", "gather" (a small reduction by a gather), "ring", "pairs" (large rows, one at
             a time, in turn between lanes), or "broadcast".
-        sent_bytes: Bytes that one rank sends; for a broadcast those that its root sends, since all others wait for it.
+        sent_bytes: Bytes that one rank sends, or their mean over rounds that alternate; for a broadcast those that its
+            root sends, since all others wait for it.
         rounds: Number of messages that depend on one another.
         messages: Number of messages that one rank sends.
         scope: Scope of the operation; None: all ranks.
@@ -79,7 +95,7 @@ class Stage:
 
     work_s: float
     kind: str = ""
-    sent_bytes: int = 0
+    sent_bytes: float = 0
     rounds: int = 0
     messages: int = 0
     scope: Scope | None = None
@@ -95,15 +111,19 @@ class LocalProfiler:
         plan: A plan made with kernels that compute.
         flat: A bucket of gradients or similar values; not changed.
         link: Cost of a message, for methods whose payloads depend on it.
+        period: See :class:`gradwire.Traits`.
     """
 
-    def __init__(self, plan: BucketPlan, flat: torch.Tensor, world_size: int, *, link: LinkCost | None = None) -> None:
+    def __init__(
+        self, plan: BucketPlan, flat: torch.Tensor, world_size: int, *, link: LinkCost | None = None, period: int = 1
+    ) -> None:
         self._link = link or USUAL_LINK
         self._plan, self._flat, self._world_size = plan, flat, world_size
         self._spaces, self._memory = [Workspace() for _ in range(plan.chunks + 1)], Memory()
         # Rounds in which rank 0 is the root of all broadcasts whose root changes: only the root has a payload, which it
-        # can also receive.
+        # can also receive. Rounds that alternate have no such broadcasts, and follow one another.
         self._work, self._round = torch.empty_like(flat), LATE_ROUND - LATE_ROUND % world_size
+        self._apart = world_size if period == 1 else 1
 
     def play(self) -> list[list[Stage]]:
         """Run a round with one torch thread, as a worker does: with more threads, a cast waits for the pool.
@@ -127,25 +147,35 @@ class LocalProfiler:
                 # It runs in few rounds and beside the work after the step, which does not wait for it.
                 _timed(self._plan.finish(context), self._world_size)
                 self._memory.commit()
-        self._round += self._world_size
+        self._round += self._apart
         return found
 
 
 def profile_locally(
-    plan: BucketPlan, flat: torch.Tensor, world_size: int, repeats: int = 5, *, link: LinkCost | None = None
+    plan: BucketPlan,
+    flat: torch.Tensor,
+    world_size: int,
+    repeats: int = 5,
+    *,
+    link: LinkCost | None = None,
+    period: int = 1,
 ) -> tuple[list[Stage], list[list[Stage]]]:
     """Run a plan's round several times, and time the work between operations.
 
     Args:
-        plan: See :class:`LocalProfiler`, also for ``flat`` and ``link``.
-        repeats: Number of timed rounds, after a first one that is not counted.
+        plan: See :class:`LocalProfiler`, also for ``flat``, ``link`` and ``period``.
+        repeats: Number of timed rounds of each kind, after a first one that is not counted.
 
     Returns:
-        Stages of the whole bucket's preparation, and those of each chunk; medians over repetitions.
+        Stages of the whole bucket's preparation, and those of each chunk; medians over repetitions. If rounds
+        alternate, they are the means of these over a period.
     """
-    rehearsal = LocalProfiler(plan, flat, world_size, link=link)
-    runs = [rehearsal.play() for _ in range(repeats + 1)]
-    first, *parts = [[_middle(stages) for stages in zip(*same)] for same in zip(*runs[1:])]
+    rehearsal = LocalProfiler(plan, flat, world_size, link=link, period=period)
+    runs = [rehearsal.play() for _ in range((repeats + 1) * period)]
+    first, *parts = [
+        [_mean([_middle(stages[turn::period]) for turn in range(period)]) for stages in zip(*same)]
+        for same in zip(*runs[period:])
+    ]
     return first, parts
 
 
@@ -161,6 +191,15 @@ def _one_thread() -> Iterator[None]:
 
 def _middle(stages: Sequence[Stage]) -> Stage:
     return replace(stages[0], work_s=median(stage.work_s for stage in stages))
+
+
+def _mean(stages: Sequence[Stage]) -> Stage:
+    """Return the mean of the same stage in rounds that alternate; its messages are those of the largest."""
+    largest = max(stages, key=lambda stage: stage.sent_bytes)
+    # For whole numbers whose mean is whole, it is an int.
+    return replace(
+        largest, work_s=mean(s.work_s for s in stages), sent_bytes=mean(stage.sent_bytes for stage in stages)
+    )
 
 
 def _timed(generator: Exchange[T], world_size: int) -> tuple[T, list[Stage]]:

@@ -171,7 +171,7 @@ def _payload(method: Method, kernels: Kernels) -> torch.Tensor | None:
     coder, numel = _Copying(), rows * columns
     plan = method.plan(PlanSetting(segments, kernels, 1, method.traits.collectives[0], 0, numel, coder))
     for round in (LATE_ROUND, 0):
-        flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        flat = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
         simulate_ranks([plan.whole(Context(0, 1, round), flat)], [Meter()])
         if coder.seen:
             return coder.seen[0]
@@ -378,7 +378,7 @@ class Planner:
     def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, Meter]:
         numel, meta = sum(self.parameters[name].numel for name in names), get_kernels("meta")
         plans = {c: self._build(names, warm_up, c, meta) for c in self._collectives}
-        return {c: dry_run(plan, numel, self.world_size) for c, plan in plans.items()}
+        return {c: dry_run(plan, numel, self.world_size, period=self.method.traits.period) for c, plan in plans.items()}
 
     def _build(self, names: tuple[str, ...], warm_up: bool, collective: str, kernels: Kernels) -> BucketPlan:
         segments, method = self.segments(names), self.method

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -20,22 +16,7 @@ from gradwire.exchange.drivers import Future, Lane
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.ops import AllGather, AllToAll, Exchange
 from gradwire.exchange.wire import checked_values, with_checksum
-from gradwire.model.probing import Probed
-
-
-def host_number() -> float:
-    """Return a number, exact as a float, that is equal for processes that share network interfaces.
-
-    On Linux it identifies a network namespace of one boot of one machine, so that each container or emulated host
-    counts as a host; elsewhere it depends on the host's name.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        name = f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        name = socket.gethostname()
-    return float(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big"))
-
+from gradwire.model.probing import Probed, host_number
 
 T = TypeVar("T")
 
@@ -86,7 +67,7 @@ class ControlChannel:
         """
         n = self._lane.world_size
         mine, number = self._message(values)
-        recv = torch.empty((n, mine.numel()), dtype=torch.uint8)
+        recv = torch.empty((n, mine.numel()), dtype=torch.uint8, device="cpu")
         begun = self._lane.run(_all_to_all(mine.repeat(n, 1), recv), at_once=True)
 
         def answer() -> list[list[float]]:
@@ -111,7 +92,8 @@ class ControlChannel:
     def _message(self, values: Sequence[float]) -> tuple[torch.Tensor, int]:
         """Return the bytes of a message, with a checksum that includes its number, and the number."""
         self._messages += 1
-        return with_checksum(torch.tensor(values, dtype=torch.float64), self._lane.rank, self._messages), self._messages
+        told = torch.tensor(values, dtype=torch.float64, device="cpu")
+        return with_checksum(told, self._lane.rank, self._messages), self._messages
 
     def _opened(self, rows: torch.Tensor, number: int, about: str = "the choice of a method") -> list[list[float]]:
         try:
@@ -164,7 +146,8 @@ class ControlChannel:
 
     def _timed(self, size: int, repeats: int) -> float:
         n = self._lane.world_size
-        send, recv = torch.zeros((n, size), dtype=torch.uint8), torch.empty((n, size), dtype=torch.uint8)
+        send = torch.zeros((n, size), dtype=torch.uint8, device="cpu")
+        recv = torch.empty_like(send)
         taken = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -174,7 +157,7 @@ class ControlChannel:
 
 
 def _all_gather(mine: torch.Tensor, world_size: int) -> Exchange[torch.Tensor]:
-    rows = yield AllGather(mine, torch.empty((world_size, mine.numel()), dtype=torch.uint8))
+    rows = yield AllGather(mine, torch.empty((world_size, mine.numel()), dtype=torch.uint8, device="cpu"))
     return rows.clone()
 
 

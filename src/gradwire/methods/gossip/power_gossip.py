@@ -108,6 +108,8 @@ class PowerGossip(GossipMethod):
             kernels=("low_rank",),
             remembers=(LEFT, RIGHT, GRAPH),
             own=(LEFT, RIGHT),
+            # Rounds of an even number of iterations all begin on the same side.
+            period=1 + self.iterations % 2,
         )
 
     def remembered_numel(self, kind: str, parameter: Parameter) -> int:

@@ -97,6 +97,8 @@ class ACPSGD(LowRankAlgorithm):
             traits,
             # A factor is of use in the next round, which must send the other side.
             needs_every_round=True,
+            # Left and right factors have different sizes.
+            period=2,
             # The factors, and the state of every residual algorithm.
             remembers=(*traits.remembers, LEFT, RIGHT),
         )

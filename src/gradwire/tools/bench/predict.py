@@ -58,7 +58,8 @@ def cases_of(
     """Return the cases of all rows that the model predicts.
 
     Rows of computing alone, of PyTorch's PowerSGD hook and of ranks that slept are left out: the model assumes that
-    ranks share cores while they compute.
+    ranks share cores while they compute. So are rows of clusters whose links differ or fail, since the model knows one
+    link; ``say`` is told of them.
 
     Codecs are timed here, one exchange after the other; at the deadline the cases so far are returned. The timeline is
     that of the unlimited (or fastest) cell of the same model and hosts, since a user profiles once, not for each
@@ -72,6 +73,7 @@ def cases_of(
     for row in sorted(rows, key=lambda r: r["bandwidth_bits_per_s"] or float("inf")):
         if row["variant"] == COMPUTE and row.get("timeline"):
             timelines[row["model"], row["hosts"]] = _timeline(row)
+    rows = of_one_link(rows, say)
     exchanges: dict[tuple[str, int, str], ExchangeProfile] = {}
     cases = []
     for row in rows:
@@ -88,7 +90,7 @@ def cases_of(
                 break
             say(f"rehearsing {row['model']}, {row['hosts']} hosts, {variant}")
             exchanges[key] = _exchange(row["model"], row["hosts"], spec, variant, timeline)
-        topology = Topology.parse(row["lab"]) if "bandwidth" in row["lab"] else Topology(hosts=row["hosts"])
+        topology = _topology(row)
         rate = topology.bandwidth
         cases.append(
             Case(
@@ -107,6 +109,26 @@ def cases_of(
             )
         )
     return cases
+
+
+def of_one_link(rows: Sequence[Row], say: Callable[[str], None]) -> list[Row]:
+    """Return the rows of clusters that one link describes, and tell ``say`` in one line of the others."""
+    others = {row["lab"] for row in rows if not _has_one_link(_topology(row))}
+    if others:
+        say(
+            "left out, since links that differ, or fail for some time, are not predicted: the rows of "
+            + "; ".join(sorted(others))
+        )
+    return [row for row in rows if row["lab"] not in others]
+
+
+def _topology(row: Row) -> Topology:
+    return Topology.parse(row["lab"]) if "bandwidth" in row["lab"] else Topology(hosts=row["hosts"])
+
+
+def _has_one_link(topology: Topology) -> bool:
+    own = topology.overrides or topology.host_impairments
+    return topology.groups == 1 and topology.asymmetric is None and not own and not topology.outages
 
 
 def _timeline(row: Row) -> Timeline:
@@ -216,8 +238,12 @@ def measure_machine(
     return machine
 
 
-def machine_of_rows(path: Path) -> Machine:
+def machine_of_rows(path: Path, say: Callable[[str], None] = lambda text: None) -> Machine:
     """Fit the costs to all rows of a file of ``gradwire bench step``.
+
+    Args:
+        path: The file.
+        say: Called with a line if rows are left out; see :func:`of_one_link`.
 
     Raises:
         UsageError: the file does not exist.
@@ -225,5 +251,7 @@ def machine_of_rows(path: Path) -> Machine:
     """
     if not path.is_file():
         raise UsageError(f"calibration {path} does not exist: measure rows with gradwire bench step --out {path}")
-    observations = [case.observation for case in cases_of(read_rows(path))]
+    rows = read_rows(path)
+    of_one_link(rows, say)
+    observations = [case.observation for case in cases_of(rows)]
     return calibrate(observations, f"{len(observations)} steps of {path.name}")

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import gradwire as gw
 from gradwire.methods.accuracy import note_of
 from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
+from gradwire.model.probing import host_number
 from gradwire.model.profile import Profile
 from gradwire.tools.bench.predict import default_path, machine_of_rows, measure_machine
 from gradwire.tools.bench.profile import profile_name, profile_script
@@ -164,7 +166,9 @@ def _check_calibration(path: Path | None, anew: bool) -> None:
 def _machine(options: PlanOptions) -> Machine:
     path, anew, limit_s = options.calibration, options.calibrate, options.calibration_limit
     if path is not None and not anew:
-        return machine_of_rows(path) if path.suffix == ".jsonl" else Machine.read(path)
+        if path.suffix != ".jsonl":
+            return Machine.read(path)
+        return machine_of_rows(path, lambda line: print(f"gradwire: {path}: {line}", file=sys.stderr))
     kept = path or default_path()
     if kept.exists() and not anew:
         return Machine.read(kept)
@@ -180,12 +184,32 @@ def _probed(options: PlanOptions) -> tuple[Machine, LinkModel, int] | None:
         raise UsageError("--probe measures a running group: start it with torchrun, on every machine")
     dist.init_process_group("gloo")
     try:
+        ranks = _ranks_of_hosts()
+        if len(set(ranks)) > 1:
+            # One line, of rank 0.
+            if dist.get_rank():
+                return None
+            raise UsageError(
+                f"--probe: the hosts run {', '.join(map(str, ranks))} ranks, and a prediction is of hosts with equally"
+                " many: start torchrun with the same --nproc-per-node on each, or give --hosts, --gpus-per-host and"
+                " --bandwidth instead"
+            )
         # The other ranks wait: the calibration on rank 0 decides what is subtracted from the measured times.
         machine = _machine(options) if dist.get_rank() == 0 else DEFAULT
         link, world_size = gw.probe(machine=machine, cores=options.cores), dist.get_world_size()
         return None if dist.get_rank() else (machine, link, world_size)
     finally:
         dist.destroy_process_group()
+
+
+def _ranks_of_hosts() -> list[int]:
+    """Return the number of ranks of each host of the group."""
+    import torch
+    import torch.distributed as dist
+
+    hosts = [torch.empty(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(hosts, torch.tensor([host_number()], dtype=torch.float64))
+    return list(Counter(float(host) for host in hosts).values())
 
 
 def _found(link: LinkModel, world_size: int) -> str:
