@@ -194,3 +194,33 @@ def test_a_simulation_needs_all_boundaries_in_order() -> None:
     for wrong in (boundaries[:2], boundaries[::-1], []):
         with pytest.raises(gw.IncompatibleError, match="of all workers"):
             gw.SimulatedHaloLink(wrong, "fp32")
+
+
+@pytest.mark.parametrize("spec", ["fp32", "CDFGNN(tolerance=0.2)"])
+def test_a_state_loads_on_the_rank_that_saved_it_alone(spec: str) -> None:
+    """A worker with the caches of another would go on with other rows than those that it is sent."""
+    _, halo = simulated("gcn", spec)
+    first, second = halo.workers[:2]
+    saved = first.state()
+    with pytest.raises(gw.IncompatibleError, match="the state of rank 0, and this is rank 1"):
+        second.load(saved)
+    first.load(saved)
+    assert first.state()["rank"].keys() == saved["rank"].keys()
+    assert all(torch.equal(first.state()["rank"][key], value) for key, value in saved["rank"].items())
+    mixed = halo.state_dict()
+    mixed["rank 1"], mixed["rank 2"] = mixed["rank 2"], mixed["rank 1"]
+    with pytest.raises(gw.IncompatibleError, match="the state of rank 2, and this is rank 1"):
+        halo.load_state_dict(mixed)
+
+
+def test_a_state_that_does_not_tell_its_rank_is_refused_where_that_matters() -> None:
+    """States did not always have the rank: those without caches have nothing that would differ."""
+    (_, exact), (_, cached) = simulated("gcn", "fp32"), simulated("gcn", "CDFGNN(tolerance=0.2)")
+    earlier = [halo.workers[1].state() for halo in (exact, cached)]
+    for state in earlier:
+        del state["rank"]["rank"]
+    fresh = gw.SimulatedHaloLink([worker.boundary for worker in exact.workers], "fp32")
+    fresh.workers[1].load(earlier[0])
+    assert fresh.workers[1].round == STEPS
+    with pytest.raises(gw.IncompatibleError, match="it has no 'rank'"):
+        cached.workers[1].load(earlier[1])

@@ -143,6 +143,27 @@ def test_another_bandwidth_replaces_the_limits_of_all_without_their_own(said: li
     assert limits(said)["gw-h0", "eth0"].startswith("rate 200000000bit ")
 
 
+def test_another_bandwidth_leaves_the_frames_that_netem_delays(said: list[str]) -> None:
+    """netem holds them: to delete it would throw them away."""
+    lab = Network("gw", Topology.parse("hosts=4,groups=2,bandwidth=1gbit,delay=5ms,between.loss=1%"))
+    lab.build("netem")
+    said.clear()
+    lab.set_bandwidth(2e8)
+    impaired = [line for line in said if "eth0" in line or "uplink" in line]
+    assert impaired == [
+        *(
+            f"tc -n gw-h{host} qdisc replace dev eth0 parent 1: tbf rate 200000000bit burst 25000 latency 50ms"
+            for host in range(4)
+        ),
+        *(f"tc -n gw-s{group} qdisc del dev uplink parent 1:" for group in range(2)),
+    ]
+    said.clear()
+    lab.set_bandwidth(None)
+    assert [line for line in said if "eth0" in line] == [
+        f"tc -n gw-h{host} qdisc del dev eth0 parent 1:" for host in range(4)
+    ]
+
+
 def test_hosts_have_addresses_of_one_network(said: list[str]) -> None:
     lab = Network("gw", Topology(hosts=3))
     lab.build()

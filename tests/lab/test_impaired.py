@@ -15,7 +15,17 @@ import pytest
 from lab_help import NEEDS_LAB, limit, on_host, program, spaces, start_lab
 from run_help import alive, wait_for
 
-from gradwire.tools.lab import Emulator, Impairments, LabError, Network, RelayReport, Topology, iproute, open_network
+from gradwire.tools.lab import (
+    Emulator,
+    Impairments,
+    LabError,
+    Network,
+    RelayReport,
+    Topology,
+    iproute,
+    open_network,
+    run_command,
+)
 
 pytestmark = NEEDS_LAB
 
@@ -153,6 +163,18 @@ def test_the_relay_survives_what_runs_on_hosts_and_goes_with_its_lab(serving: An
         assert len(run_on(lab, 0, "echo", "ask", lab.address(1), PORT, 3, 1.0).split()) == 3
     assert not alive(relay)
     assert spaces(lab.name) == []
+
+
+def test_commands_end_when_the_relay_does() -> None:
+    """They would wait for each other for ever: host 0 kills the relay, and neither ends by itself."""
+    code = "import os, signal, sys, time\nif os.environ['RANK'] == '0': os.kill(int(sys.argv[1]), signal.SIGKILL)\n"
+    with open_network(Topology(hosts=2), "relay") as lab:
+        assert lab.relay is not None
+        lab.check()
+        with pytest.raises(LabError, match="the relay between the hosts has ended: it was killed by SIGKILL"):
+            run_command(lab, [sys.executable, "-c", f"{code}time.sleep(600)", str(lab.relay.pid)])
+        for host in range(2):
+            assert iproute.call(["ip", "netns", "pids", lab.namespace(host)]) == ""
 
 
 def test_a_killed_lab_s_relay_goes_and_the_next_lab_removes_the_rest(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from lab_help import NEEDS_LAB, limit, on_host, program, spaces
 
 from gradwire.errors import BackendError
-from gradwire.tools.lab import Counters, Network, Topology, open_network
+from gradwire.tools.lab import Counters, Emulator, Network, Topology, iproute, open_network
 
 PORT = 7001
 MEGABYTE = 1_000_000
@@ -104,6 +104,16 @@ class TestNetwork:
                 assert limit(f"{lab.name}-c", f"s{group}") == 2e7
             # And bytes pass from group to group.
             pour(lab, 0, 3, MEGABYTE // 10)
+
+    @pytest.mark.parametrize("emulator", ["veth", "relay"])
+    def test_a_new_address_leaves_the_congestion_control(self, emulator: Emulator) -> None:
+        name = iproute.available_congestion().split()[0]
+        with open_network(Topology.parse(f"hosts=2,congestion={name}"), emulator) as lab:
+            for address in ("10.77.0.2", "10.77.1.2", "10.77.0.2"):
+                assert lab.address(1) == address
+                (route,) = iproute.call(["ip", "-n", lab.namespace(1), "route", "show"]).splitlines()
+                assert f"src {address} congctl {name}" in route
+                lab.change_address(1)
 
     def test_a_new_bandwidth_leaves_hosts_of_their_own_alone(self) -> None:
         with open_network(Topology.parse("hosts=2,bandwidth=10mbit,host1=1mbit")) as lab:

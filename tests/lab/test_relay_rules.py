@@ -8,10 +8,12 @@ import struct
 import numpy as np
 import pytest
 
-from gradwire.tools.lab import Impairments, Topology, relay_loop, relay_rules
+from gradwire.tools.lab import Impairments, Topology, relay_loop, relay_process, relay_rules
 from gradwire.tools.lab.relay_process import generators, nanoseconds, outages_ns
 
 FRAMES = 100_000
+MS = 1_000_000
+"""A millisecond in nanoseconds."""
 
 
 def settings_of(*links: Impairments) -> tuple[np.ndarray, np.ndarray]:
@@ -144,6 +146,51 @@ def test_a_frame_that_would_wait_too_long_is_dropped_and_takes_no_time() -> None
     assert found == [n * 1_000_000 for n in range(51)] + [-1, -1, 51_000_000]
     # A long one would wait for longer than a short one behind it.
     assert leaving(8e6, 1000, [(1000, 0), (1000, 0), (60_000, 0), (1000, 0)]) == [0, 1_000_000, -1, 2_000_000]
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast", "at", "leaves"),
+    [
+        # Of 16 384 bytes 16 000 have passed, and 616 are missing for the next frame; each takes a microsecond now.
+        (8e3, 8e6, 0, 616_000),
+        # The last of 49 frames that wait leaves at 49.616 ms, and the bucket is empty then.
+        (8e6, 8e8, MS, 49_616_000 + 10_000),
+    ],
+)
+def test_a_higher_rate_takes_frames_that_the_former_had_no_room_for(
+    slow: float, fast: float, at: int, leaves: int
+) -> None:
+    buckets = np.zeros((4, 1))
+    relay_process.set_rate(buckets, 0, slow, 0)
+    while relay_rules.leaves(buckets, 0, 1000, 0) >= 0:
+        pass
+    relay_process.set_rate(buckets, 0, fast, at)
+    assert relay_rules.leaves(buckets, 0, 1000, at) == leaves
+    # The same rate once more changes nothing, also while frames wait.
+    before = buckets.copy()
+    relay_process.set_rate(buckets, 0, fast, at)
+    assert (buckets == before).all()
+
+
+def test_a_lower_rate_takes_frames_once_those_that_wait_have_left() -> None:
+    """At 800 Mbit/s 100 frames pass at once, and 5000 wait; at 8 Mbit/s each later one takes 1 ms."""
+    buckets = np.zeros((4, 1))
+    relay_process.set_rate(buckets, 0, 8e8, 0)
+    assert sum(relay_rules.leaves(buckets, 0, 1000, 0) >= 0 for _ in range(6000)) == 5100
+    relay_process.set_rate(buckets, 0, 8e6, 2 * MS)
+    found = [relay_rules.leaves(buckets, 0, 1000, 2 * MS) for _ in range(3)]
+    assert found == [51 * MS, 52 * MS, -1]
+
+
+def test_a_rate_after_none_begins_with_a_burst() -> None:
+    buckets = np.zeros((4, 1))
+    relay_process.set_rate(buckets, 0, 8e3, 0)
+    while relay_rules.leaves(buckets, 0, 1000, 0) >= 0:
+        pass
+    relay_process.set_rate(buckets, 0, None, MS)
+    assert relay_rules.leaves(buckets, 0, 60_000, MS) == MS
+    relay_process.set_rate(buckets, 0, 8e6, 2 * MS)
+    assert [relay_rules.leaves(buckets, 0, 16_384, 2 * MS) for _ in range(2)] == [2 * MS, 2 * MS + 16_384_000]
 
 
 def test_an_outage_silences_its_host_from_its_beginning_to_its_end() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -174,6 +177,31 @@ def test_what_is_no_outage_is_refused_with_an_example(text: str) -> None:
 def test_what_makes_no_cluster_is_refused(text: str, message: str) -> None:
     with pytest.raises(HyperparameterError, match=message.replace("(", r"\(")):
         Topology.parse(text)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1e6, 7999.0, 6.1e11, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("bandwidth", lambda rate: {"bandwidth": rate}),
+        ("asymmetric", lambda rate: {"asymmetric": rate}),
+        ("host1", lambda rate: {"overrides": {1: (1e6, rate)}}),
+        ("host1", lambda rate: {"overrides": {1: (rate, None)}}),
+        ("between", lambda rate: {"groups": 2, "between": rate}),
+        ("between.1", lambda rate: {"groups": 2, "between_overrides": {1: (None, rate)}}),
+    ],
+)
+def test_a_rate_that_no_text_could_give_is_refused(name: str, fields: Callable[[float], Any], rate: float) -> None:
+    """The relay reads the cluster as text: it would end, and every frame with it."""
+    with pytest.raises(HyperparameterError, match=rf"^{name}=.*: bits per second from 8000 \(8kbit\)"):
+        Topology(**fields(rate))
+
+
+def test_a_bandwidth_out_of_range_leaves_the_cluster_as_it_is() -> None:
+    topology = Topology(bandwidth=1e6)
+    with pytest.raises(HyperparameterError, match="bandwidth=5:"):
+        topology.with_bandwidth(5.0)
+    assert topology.bandwidth == 1e6
 
 
 def test_a_negative_delay_is_refused() -> None:

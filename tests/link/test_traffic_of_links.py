@@ -306,6 +306,16 @@ def play(halo: Any, workers: Sequence[int], steps: int) -> None:
         halo.next_round()
 
 
+def test_halos_count_their_own_steps_alone() -> None:
+    """As links do: those before a checkpoint sent nothing here."""
+    before, after = gw.SimulatedHaloLink(boundaries(), "fp32"), gw.SimulatedHaloLink(boundaries(), "fp32")
+    play(before, range(3), 4)
+    after.load_state_dict(before.state_dict())
+    assert after.traffic() == [gw.Traffic()] * 3
+    play(after, range(3), 1)
+    assert (after.round, after.traffic()) == (5, [halo_traffic(worker, 1) for worker in range(3)])
+
+
 def halos() -> tuple[gw.Traffic, float]:
     rank = dist.get_rank()
     halo = gw.HaloLink(boundaries()[rank], "fp32")

@@ -27,8 +27,8 @@ State: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]
 HALO_BYTES = "halo_bytes"
 """Name of a gauge that every method has: the bytes that a worker sent in a step."""
 
-ROUND, COUNTS = "round", "boundaries"
-"""Keys of the round and of the sizes of all boundaries in a state."""
+ROUND, COUNTS, RANK = "round", "boundaries", "rank"
+"""Keys of the round and of the sizes of all boundaries in a state, and of the rank in what it keeps of its own."""
 
 ROW_BYTES = 4
 """Bytes of a value that is sent in float32."""
@@ -44,7 +44,8 @@ class HaloWorker:
     """One worker of an exchange, real or simulated.
 
     Attributes:
-        round: Training step, counted from 0.
+        round: Training step, counted from 0, also over a loaded state.
+        rounds_here: Training steps that this object has exchanged.
         meter: Bytes of the training, without those of evaluations.
         full_bytes: Bytes that this worker would have sent with all values in float32.
     """
@@ -55,7 +56,7 @@ class HaloWorker:
         self.plan = HaloPlan(method, get_kernels(backend), boundary, seed=seed, steps=steps)
         self.boundary, self.method = boundary, method
         self.memory, self.gauges, self.meter = Memory(), Gauges(), Meter()
-        self.round = self.full_bytes = self._counted_bytes = 0
+        self.round = self.rounds_here = self.full_bytes = self._counted_bytes = 0
         self._space = Workspace()
 
     def context(self, layer: int, direction: int) -> Context:
@@ -98,12 +99,16 @@ class HaloWorker:
             self.memory.commit()
         self.gauges.add(HALO_BYTES, self.meter.sent_bytes - self._counted_bytes, 1)
         self.round, self._counted_bytes = self.round + 1, self.meter.sent_bytes
+        self.rounds_here += 1
         self.gauges.end_round(skipped=False)
 
     def traffic(self) -> Traffic:
-        """Return the bytes of the training so far; ``dense_bytes`` are :attr:`full_bytes`."""
+        """Return the bytes and steps so far, without those before a loaded state.
+
+        ``dense_bytes`` are :attr:`full_bytes`.
+        """
         full = self.full_bytes
-        return Traffic(self.meter.sent_bytes, self.meter.received_bytes, full, full // ROW_BYTES, self.round)
+        return Traffic(self.meter.sent_bytes, self.meter.received_bytes, full, full // ROW_BYTES, self.rounds_here)
 
     def record(self) -> dict[str, int]:
         """Return the bytes of the training so far as plain values."""
@@ -116,23 +121,33 @@ class HaloWorker:
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the round, the sizes of all boundaries, and the method's state by "kind/channel".
 
-        What the method remembers alike on all workers is beside the round, under ``global``.
+        What the method remembers alike on all workers is beside the round, under ``global``; this worker's rank is
+        beside what it remembers alone, under ``rank``.
         """
         found = self.memory.state()
-        found["global"] |= {ROUND: torch.tensor(self.round), COUNTS: self.boundary.counts.clone()}
+        found["global"] |= {ROUND: torch.tensor(self.round, device="cpu"), COUNTS: self.boundary.counts.clone()}
+        found["rank"][RANK] = torch.tensor(self.boundary.rank, device="cpu")
         return found
 
     def load(self, state: State) -> None:
         """Continue from a state of :meth:`state`.
 
         Raises:
-            IncompatibleError: it is not such a state, or is one of another partition.
+            IncompatibleError: it is not such a state, or is one of another partition or another rank.
         """
+        here = self.boundary.rank
         try:
-            common, own = dict(state["global"]), state["rank"]
+            common, own = dict(state["global"]), dict(state["rank"])
             round, counts = int(common.pop(ROUND)), common.pop(COUNTS)
+            # Earlier versions did not save the rank; a state without values of its own suits every rank.
+            rank = int(own.pop(RANK)) if own else here
         except (KeyError, TypeError) as error:
             raise IncompatibleError(f"this is not the state of a halo link: it has no {error}") from error
+        # The copies of rows at both ends would differ: the method would use wrong rows without an error.
+        if rank != here:
+            raise IncompatibleError(
+                f"this is the state of rank {rank}, and this is rank {here}: load on each rank the state that it saved"
+            )
         if not torch.equal(counts, self.boundary.counts):
             raise IncompatibleError(
                 "this is the state of another partition: continue with the graph, workers and seed of its training"
@@ -261,9 +276,10 @@ class HaloLink:
         return self._side.run(generator, f"layer {layer} {WORDS[direction]}, step {self.round}")
 
     def traffic(self) -> Traffic:
-        """Return the bytes of the training's exchanges on this rank.
+        """Return the bytes of the training's exchanges on this rank, and the steps, since the link was made.
 
-        ``dense_bytes`` are the bytes of the values in float32, and ``elements`` is their number.
+        ``dense_bytes`` are the bytes of the values in float32, and ``elements`` is their number. As on a
+        :class:`gradwire.Link`, what was exchanged before a loaded state is not counted.
         """
         return self._worker.traffic()
 
@@ -288,6 +304,6 @@ class HaloLink:
         """Continue from a state of :meth:`state_dict`, on the same rank of the same partition.
 
         Raises:
-            IncompatibleError: it is not such a state.
+            IncompatibleError: it is not such a state, or is one of another rank or partition.
         """
         self._worker.load(state)

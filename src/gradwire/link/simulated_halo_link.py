@@ -122,7 +122,7 @@ class SimulatedHaloLink:
         """Continue from a state of :meth:`state_dict`, with the same workers.
 
         Raises:
-            IncompatibleError: it is not such a state.
+            IncompatibleError: it is not such a state, or the states of two workers are mixed up.
         """
         names = [f"rank {r}" for r in range(len(self.workers))]
         if set(state) != {"global", *names}:

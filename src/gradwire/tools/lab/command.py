@@ -75,7 +75,7 @@ def run_command(
         variables: Variables to set besides those of :func:`environment`.
 
     Raises:
-        LabError: a host failed; the message names the first one, and how.
+        LabError: a host failed, or the relay between the hosts has ended; the message names the first host, and how.
     """
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
@@ -94,7 +94,7 @@ def run_command(
                 for source, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
                     readers.append(threading.Thread(target=_pass_on, args=(host, source, target), daemon=True))
                     readers[-1].start()
-            _wait(processes)
+            _wait(network, processes)
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -104,11 +104,13 @@ def run_command(
                 reader.join(timeout=1.0)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait(network: Network, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     first: tuple[int, int] | None = None
     deadline_s = float("inf")
     while any(p.poll() is None for p in processes) and time.monotonic() < deadline_s:
         time.sleep(TICK_S)
+        # Without a network, hosts wait for each other for as long as they like, or fail for no reason of their own.
+        network.check()
         if first is None:
             failed = [(h, p.returncode) for h, p in enumerate(processes) if p.poll() not in (None, 0)]
             if failed:

@@ -85,18 +85,30 @@ def burst_bytes(rate: float) -> int:
     return max(LEAST_BURST_BYTES, int(rate / 8 * BURST_S))
 
 
-def limit(namespace: str, interface: str, rate: Rate, impairments: Impairments = UNIMPAIRED) -> None:
-    """Replace the limits on what an interface sends; impairments need the kernel's netem."""
+def limit(
+    namespace: str, interface: str, rate: Rate, impairments: Impairments = UNIMPAIRED, again: bool = False
+) -> None:
+    """Replace the limits on what an interface sends; impairments need the kernel's netem.
+
+    Args:
+        namespace: Namespace of the interface.
+        interface: Name of the interface.
+        rate: Rate at which it may send.
+        impairments: What netem does to the frames.
+        again: Only the rate has changed since the limits were set before: netem stays, with the frames that it delays.
+    """
     tc = ["tc", "-n", namespace, "qdisc"]
-    target = ["dev", interface, "root"]
-    # Deleting fails if nothing was set, which is the wanted state.
-    subprocess.run([*tc, "del", *target], stderr=subprocess.DEVNULL, check=False)
-    if impairments != UNIMPAIRED:
-        call([*tc, "add", *target, "handle", "1:", "netem", *netem_words(impairments)])
-        target = ["dev", interface, "parent", "1:"]
+    root, within = ["dev", interface, "root"], ["dev", interface, "parent", "1:"]
+    impaired = impairments != UNIMPAIRED
+    stays = impaired and again
+    if not stays or rate is None:
+        # Deleting fails if nothing was set, which is the wanted state.
+        subprocess.run([*tc, "del", *(within if stays else root)], stderr=subprocess.DEVNULL, check=False)
+    if impaired and not stays:
+        call([*tc, "add", *root, "handle", "1:", "netem", *netem_words(impairments)])
     if rate is not None:
         limits = ["rate", f"{rate:.0f}bit", "burst", str(burst_bytes(rate)), "latency", f"{QUEUE_S * 1e3:.0f}ms"]
-        call([*tc, "add", *target, "tbf", *limits])
+        call([*tc, "replace" if stays else "add", *(within if impaired else root), "tbf", *limits])
 
 
 def netem_words(impairments: Impairments) -> list[str]:

@@ -90,7 +90,8 @@ class Network:
             [
                 f"addr del {before}/16 dev {INTERFACE}",
                 f"addr add {self.address(host)}/16 dev {INTERFACE}",
-                # The last address of an interface takes the neighbours with it.
+                # The last address of an interface takes its route and the neighbours with it.
+                *self._congestion(host),
                 *self._neighbours(host),
             ],
             self.namespace(host),
@@ -108,6 +109,14 @@ class Network:
             for other in range(self.topology.hosts)
             if other != host
         ]
+
+    def _congestion(self, host: int) -> list[str]:
+        """Return the lines that set the congestion control of a host's connections, if one was chosen."""
+        if self.topology.congestion is None:
+            return []
+        # A namespace may not choose among all of them, but a route may.
+        route = f"10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {self.address(host)}"
+        return [f"route change {route} congctl {self.topology.congestion}"]
 
     def enter(self, host: int) -> list[str]:
         """Return the words to put before a command that is to run on a host."""
@@ -206,9 +215,7 @@ class Network:
             known = iproute.available_congestion()
             if t.congestion not in known.split():
                 raise LabError(f"congestion={t.congestion}: this kernel has {known}")
-            # A namespace may not choose among all of them, but a route may.
-            route = f"10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {self.address(host)}"
-            iproute.ip([f"route change {route} congctl {t.congestion}"], namespace)
+            iproute.ip(self._congestion(host), namespace)
         if t.impaired:
             wanted = {}
             longest_s = max(t.delay_s(a, b) for a in range(t.hosts) for b in range(t.hosts))
@@ -220,12 +227,12 @@ class Network:
                 wanted[name] = f"{low} {usual} {max(most, least)}"
             iproute.set_tcp(namespace, wanted)
 
-    def _limit_all(self) -> None:
+    def _limit_all(self, again: bool = False) -> None:
         t = self.topology
         netem = self.emulator == "netem"
         for host in range(t.hosts):
             here = t.of_host(host) if netem else UNIMPAIRED
-            iproute.limit(self.namespace(host), INTERFACE, t.send_rate(host), here)
+            iproute.limit(self.namespace(host), INTERFACE, t.send_rate(host), here, again)
         if self.relay is not None:
             self.relay.set_rates(t)
             return
@@ -233,13 +240,17 @@ class Network:
             iproute.limit(self._switch(t.group(host)), f"h{host}", t.receive_rate(host))
         for group in range(t.groups) if t.groups > 1 else ():
             send, receive = t.between_rates(group)
-            iproute.limit(self._switch(group), UPLINK, send, t.of_group(group) if netem else UNIMPAIRED)
+            iproute.limit(self._switch(group), UPLINK, send, t.of_group(group) if netem else UNIMPAIRED, again)
             iproute.limit(self._core, f"s{group}", receive)
 
     def set_bandwidth(self, rate: Rate) -> None:
-        """Change the bandwidth of all hosts that have no rate of their own, also while commands run."""
+        """Change the bandwidth of all hosts that have no rate of their own, also while commands run.
+
+        Raises:
+            HyperparameterError: the rate is out of range.
+        """
         self.topology = self.topology.with_bandwidth(rate)
-        self._limit_all()
+        self._limit_all(again=True)
 
     def counters(self) -> list[Counters]:
         """Read the counters of every host's interface."""
@@ -266,6 +277,11 @@ class Network:
     def report(self) -> RelayReport | None:
         """Return what the relay has counted; None without one."""
         return None if self.relay is None else self.relay.report()
+
+    def check(self) -> None:
+        """Raise LabError if the network no longer moves frames, since the relay has ended."""
+        if self.relay is not None:
+            self.relay.check()
 
     def restart_outages(self, outages: Sequence[Outage] | None = None) -> None:
         """Let the outages count from now instead of from when the network was opened.

@@ -41,6 +41,19 @@ def parse_rate(text: str) -> Rate:
     return rate
 
 
+def check_rate(name: str, rate: Rate) -> None:
+    """Refuse a rate that a token bucket cannot limit to.
+
+    Raises:
+        HyperparameterError: the rate is below 8 kbit/s or above 600 Gbit/s.
+    """
+    if rate is not None and not LEAST <= rate <= MOST:
+        raise HyperparameterError(
+            f"{name}={rate:g}: bits per second from {LEAST:g} (8kbit) to {MOST:g} (600gbit) are possible, or None for"
+            " no limit"
+        )
+
+
 def format_rate(rate: Rate) -> str:
     """Return a bandwidth as text that :func:`parse_rate` reads back.
 

@@ -16,7 +16,7 @@ from typing import Any
 from gradwire.tools.lab.impairments import Outage
 from gradwire.tools.lab.iproute import Counters, LabError
 from gradwire.tools.lab.topology import Topology
-from gradwire.tools.processes import die_with_parent
+from gradwire.tools.processes import die_with_parent, killed_by
 
 MOST_LATE_SHARE = 0.01
 MOST_SATURATED_SHARE = 0.01
@@ -166,6 +166,11 @@ class Relay:
         specs = None if outages is None else [outage.spec() for outage in outages]
         self._ask({"do": "outages", "outages": specs})
 
+    def check(self) -> None:
+        """Raise LabError if the process has ended."""
+        if self._process.poll() is not None:
+            raise self._ended()
+
     def report(self) -> RelayReport:
         """Return the counters."""
         return RelayReport(**self._ask({"do": "report"}))
@@ -197,7 +202,12 @@ class Relay:
             if answer:
                 found: dict[str, Any] = json.loads(answer)
                 return found
-        process.wait()
+        raise self._ended()
+
+    def _ended(self) -> LabError:
+        """Return the error that says why the process has ended."""
+        code = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        raise LabError(f"the relay between the hosts has ended: {lines[-1] if lines else 'it wrote nothing'}")
+        how = f"it {killed_by(code)}" if code < 0 else "it wrote nothing"
+        return LabError(f"the relay between the hosts has ended: {lines[-1] if lines else how}")

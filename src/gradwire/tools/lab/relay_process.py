@@ -109,7 +109,7 @@ def new_state(topology: Topology, descriptors: Sequence[int], commands: int, who
     )
     least_ns = min((topology.of_host(h).delay_s for h in range(hosts)), default=0.0) * 1e9
     state.numbers[loop.LATE_LIMIT_NS] = max(LATE_NS, round(least_ns / 20))
-    set_rates(state, topology)
+    set_rates(state, topology, 0)
     return state
 
 
@@ -135,14 +135,28 @@ def outages_ns(outages: Sequence[Outage]) -> np.ndarray:
     return np.array(rows, np.int64).reshape(len(rows), 4)
 
 
-def set_rates(state: State, topology: Topology) -> None:
-    """Set all rates that the loop limits: those at which hosts receive, and groups send and receive."""
+def set_rates(state: State, topology: Topology, now: float) -> None:
+    """Set all rates that the loop limits from a time on: those at which hosts receive, and groups send and receive."""
     groups = [topology.between_rates(g) for g in range(topology.groups)]
     rates = [topology.receive_rate(h) for h in range(topology.hosts)]
     rates += [send for send, _ in groups] + [receive for _, receive in groups]
     for bucket, rate in enumerate(rates):
-        state.buckets[rules.COST, bucket] = nanoseconds(rate)
-        state.buckets[rules.DEPTH, bucket] = 0.0 if rate is None else burst_bytes(rate)
+        set_rate(state.buckets, bucket, rate, now)
+
+
+def set_rate(buckets: np.ndarray, bucket: int, rate: Rate, now: float) -> None:
+    """Limit a bucket to a rate from a time on; its bytes stay, as far as they find room.
+
+    Frames that wait leave when the former rate lets them, so that those behind do not overtake them.
+    """
+    cost, depth = nanoseconds(rate), 0.0 if rate is None else float(burst_bytes(rate))
+    before, room, full_at, left_at = buckets[:, bucket].tolist()
+    if (cost, depth) == (before, room):
+        return
+    begins = max(now, left_at)
+    # When the bucket is full again depends on the rate: what stays is the number of bytes that it lacks.
+    missing = max(full_at - begins, 0.0) / before + depth - room if before else 0.0
+    buckets[:, bucket] = cost, depth, begins + cost * min(max(missing, 0.0), depth), left_at
 
 
 def report(state: State) -> dict[str, Any]:
@@ -225,7 +239,7 @@ def main() -> None:
                 return
             command = json.loads(line)
             if command["do"] == "rates":
-                set_rates(state, Topology.parse(command["topology"]))
+                set_rates(state, Topology.parse(command["topology"]), now)
             elif command["do"] == "outages":
                 if command["outages"] is not None:
                     state = state._replace(outages=outages_ns([Outage.parse(text) for text in command["outages"]]))

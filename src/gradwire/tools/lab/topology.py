@@ -12,6 +12,7 @@ from gradwire.errors import HyperparameterError
 from gradwire.tools.lab.impairments import UNIMPAIRED, Impairments, Outage
 from gradwire.tools.lab.quantities import (
     Rate,
+    check_rate,
     format_delay,
     format_rate,
     format_share,
@@ -99,6 +100,7 @@ class Topology:
         if not 1 <= self.hosts <= MOST_HOSTS:
             raise HyperparameterError(f"hosts={self.hosts}: 1 to {MOST_HOSTS} are possible")
         self._check_groups()
+        self._check_rates()
         if self.groups == 1 and (self.between is not None or self.between_impairments != UNIMPAIRED):
             raise HyperparameterError("between=... is about the links between groups: give groups=2 or more too")
         for host in (*self.overrides, *self.host_impairments, *self._silenced()):
@@ -126,6 +128,14 @@ class Topology:
             object.__setattr__(self, "groups", len(self.members))
         elif self.groups < 1 or self.hosts % self.groups:
             raise HyperparameterError(f"groups={self.groups}: {self.hosts} hosts cannot be spread over them evenly")
+
+    def _check_rates(self) -> None:
+        for name in ("bandwidth", "asymmetric", "between"):
+            check_rate(name, getattr(self, name))
+        for kind, links in (("host", self.overrides), ("between.", self.between_overrides)):
+            for number, rates in links.items():
+                for rate in rates:
+                    check_rate(f"{kind}{number}", rate)
 
     def _silenced(self) -> list[int]:
         """Return the hosts that outages name."""
