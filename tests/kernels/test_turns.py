@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from gradwire.kernels import compiling as turns
-from gradwire.kernels.compiling import in_turn
+from gradwire.kernels.compiling import in_turn, machine_name, write_times
+from gradwire.kernels.numba_core import storing
 
 COMPILER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from gradwire.kernels.compiling import in_turn
 
@@ -33,7 +35,18 @@ def compile_part(part):
 def killed(part):
     os.kill(os.getpid(), 9)
 
-in_turn(sys.argv[3].split(), {"compile": compile_part, "die": killed}[sys.argv[2]], folder)
+def stopped(part):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def forked(part):
+    if os.fork() == 0:
+        # Until the test ends, and closes the pipe.
+        os.read(0, 1)
+        os._exit(0)
+    sys.exit()
+
+does = {"compile": compile_part, "die": killed, "stop": stopped, "fork": forked}[sys.argv[2]]
+in_turn(sys.argv[3].split(), does, folder)
 """
 
 
@@ -43,7 +56,7 @@ def compiler(folder: Path, does: str, parts: str) -> subprocess.Popen[bytes]:
     The first part that it compiles ends only when another process compiles, too. It is a process of its own rather than
     a fork: pytest's has threads, whose locks a fork could inherit taken.
     """
-    return subprocess.Popen([sys.executable, "-c", COMPILER, str(folder), does, parts])
+    return subprocess.Popen([sys.executable, "-c", COMPILER, str(folder), does, parts], stdin=subprocess.PIPE)
 
 
 def test_a_part_is_in_the_hands_of_one_process_at_a_time_and_parts_are_shared(tmp_path: Path) -> None:
@@ -71,7 +84,42 @@ def test_other_sources_are_compiled_under_the_lock_again(tmp_path: Path, monkeyp
     monkeypatch.setattr(turns.fcntl, "flock", lambda *a: (taken.append(a), real(*a)))
     monkeypatch.setattr(turns, "source_digest", lambda: "others")
     in_turn(["a"], lambda part: None, tmp_path)
-    assert len(taken) == 1
+    assert len([how for _, how in taken if how & turns.fcntl.LOCK_EX]) == 1
+
+
+def test_a_damaged_record_is_written_anew(tmp_path: Path) -> None:
+    done: list[str] = []
+    in_turn(["a"], done.append, tmp_path)
+    record = tmp_path / "gradwire-a.compiled"
+    right = record.read_bytes()
+    record.write_bytes(b"\xff")
+    in_turn(["a"], done.append, tmp_path)
+    assert done == ["a", "a"]
+    assert record.read_bytes() == right
+
+
+def test_a_processor_whose_description_is_no_text_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: object, **__: object) -> None:
+        b"\xff".decode()
+
+    monkeypatch.setattr(Path, "read_text", damaged)
+    assert machine_name.__wrapped__()
+
+
+def test_a_file_that_cannot_be_written_leaves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(turns.os, "replace", refuse)
+    write_times(tmp_path / "times", {"a": {"cpu": 1.0}})
+    in_turn(["a"], lambda part: None, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["gradwire-a.lock"]
+
+
+def test_a_part_that_could_not_be_stored_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "_refusals", [])
+    in_turn(["a"], lambda part: storing._refusals.append(OSError()), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["gradwire-a.lock"]
 
 
 def test_a_compiler_that_is_killed_or_fails_leaves_no_lock_and_no_note(tmp_path: Path) -> None:
@@ -98,3 +146,33 @@ def test_where_no_lock_can_be_made_every_process_compiles(
     done: list[str] = []
     in_turn(["a", "b"], done.append, places[folder])
     assert done == ["a", "b"]
+
+
+def test_a_child_of_a_compiler_does_not_keep_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(turns, "MAX_WAIT_S", 0.0)
+    done: list[str] = []
+    with compiler(tmp_path, "fork", "a") as process:
+        assert process.wait() == 0
+        in_turn(["a"], done.append, tmp_path)
+    assert done == ["a"]
+    assert not recwarn.list
+
+
+def test_a_stopped_compiler_is_waited_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    with compiler(tmp_path, "stop", "a b") as process:
+        try:
+            assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+            monkeypatch.setattr(turns, "POLL_S", 0.01)
+            monkeypatch.setattr(turns, "MAX_WAIT_S", 0.1)
+            # The parts that nobody compiles come first; the lock of the other one is waited for.
+            with pytest.warns(UserWarning, match=r"held the locks of kernels \(a\) in .* compiling them") as told:
+                in_turn(["a", "b", "c"], done.append, tmp_path)
+            # The next process has nothing to wait for.
+            in_turn(["a"], done.append, tmp_path)
+        finally:
+            process.kill()
+    assert done == ["b", "c", "a", "a"]
+    assert len(told) == 1

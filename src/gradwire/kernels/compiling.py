@@ -8,13 +8,15 @@ import json
 import os
 import platform
 import re
-import tempfile
 import time
+import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 
 @dataclass
@@ -77,7 +79,7 @@ def machine_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
+    except (OSError, ValueError):
         pass
     return f"{model} ({getattr(config, 'CPU_NAME', None) or get_host_cpu_name()})"
 
@@ -96,11 +98,12 @@ def source_digest() -> str:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder in which Numba stores compiled code, or None if it stores nothing."""
+    """Return the folder in which Numba stores compiled code, or None if it stores nothing, or was unable to."""
     from gradwire.kernels.moments.loops import moments_range
+    from gradwire.kernels.numba_core.storing import refused
 
     folder = moments_range.stats.cache_path
-    return Path(folder) if folder else None
+    return Path(folder) if folder and not refused() else None
 
 
 def default_file() -> Path | None:
@@ -130,14 +133,20 @@ def write_times(file: Path | None, times: Mapping[str, Mapping[str, float]]) -> 
         return
     rows = {**read_times(file), **{name: dict(row) for name, row in times.items()}}
     kept = {"machine": machine_name(), "sources": source_digest(), "times_s": rows}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        with os.fdopen(handle, "w") as stream:
-            json.dump(kept, stream, indent=1)
-        os.replace(name, file)
-    except OSError:
-        pass
+    _write(file, json.dumps(kept, indent=1))
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace a file as a whole; leave it as it is if that fails."""
+    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    with contextlib.suppress(OSError):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, file)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 try:
@@ -145,13 +154,26 @@ try:
 except ImportError:  # Windows, where every process compiles everything
     fcntl = None  # type: ignore[assignment]
 
+POLL_S = 0.2
+"""Seconds between two attempts to take a lock that another process holds."""
+
+MAX_WAIT_S = 120.0
+"""Seconds of waiting for other processes without any progress, after which a process compiles without locks.
+
+The longest part takes 15 s of a processor's time to compile, and twice as much on a slow one. It takes these two
+minutes if four processes share each core. Compiling twice costs only time, but a process that has stopped may hold its
+lock for ever.
+"""
+
 
 def in_turn(parts: Sequence[str], compile_part: Callable[[str], object], folder: Path | None) -> None:
     """Compile parts of the kernels, each in one process at a time.
 
     A part that another process is compiling is left for later, so that processes that start together share the work. A
     process that has to wait loads the result from Numba's cache. The operating system releases a lock when its process
-    ends, however it ends. A part that has been compiled on this machine, from these sources, is loaded without a lock.
+    ends, however it ends. A process that may have stopped is not waited for: after :data:`MAX_WAIT_S` without progress,
+    this process warns and compiles the remaining parts without locks. A part that has been compiled on this machine,
+    from these sources, is loaded without a lock.
 
     Args:
         parts: Names of the parts.
@@ -159,51 +181,76 @@ def in_turn(parts: Sequence[str], compile_part: Callable[[str], object], folder:
         folder: Folder of the cache, which the processes share. If it is None, or locks cannot be made in it (it is
             read-only, or its file system has none), every process compiles everything.
     """
-    waiting = list(parts)
+    waiting, patient, since_s = list(parts), True, time.monotonic()
     while waiting:
-        # Parts that no process is compiling come first. If other processes compile all that are left, wait for one.
         for part in waiting:
-            with _locked(folder, part, wait=False) as mine:
+            with _locked(folder, part, patient) as mine:
                 if mine:
                     compile_part(part)
                     break
         else:
-            part = waiting[0]
-            with _locked(folder, part, wait=True):
-                compile_part(part)
+            # Other processes are compiling all that are left.
+            if time.monotonic() - since_s < MAX_WAIT_S:
+                time.sleep(POLL_S)
+            else:
+                patient = False
+                warnings.warn(
+                    f"another process has held the locks of kernels ({', '.join(waiting)}) in {folder} for "
+                    f"{MAX_WAIT_S:.0f} s and may have stopped: compiling them without locks",
+                    stacklevel=2,
+                )
+            continue
         waiting.remove(part)
+        since_s = time.monotonic()
 
 
 @contextlib.contextmanager
-def _locked(folder: Path | None, part: str, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a part while it is compiled; yield False if another process holds it and ``wait`` is false."""
+def _locked(folder: Path | None, part: str, patient: bool) -> Iterator[bool]:
+    """Hold the lock of a part while it is compiled.
+
+    If another process holds it, yield False if ``patient``, else go on without it.
+    """
     if folder is None or fcntl is None:
         yield True
         return
     stem = f"gradwire-{re.sub(r'[^a-z0-9_]', '_', part)}"
-    done = folder / f"{stem}.compiled"
-    mark = f"{machine_name()} {source_digest()}"
+    done, mark = folder / f"{stem}.compiled", f"{machine_name()} {source_digest()}"
+    if _holds(done, mark):
+        yield True
+        return
     with contextlib.ExitStack() as stack:
         try:
-            if done.exists() and done.read_text() == mark:
-                handle = None
-            else:
-                folder.mkdir(parents=True, exist_ok=True)
-                handle = stack.enter_context((folder / f"{stem}.lock").open("a"))
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = stack.enter_context((folder / f"{stem}.lock").open("a"))
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.callback(_unlock, handle)
         except BlockingIOError:
-            yield False
-            return
+            if patient:
+                yield False
+                return
         except OSError:
-            handle = None
+            pass
         yield True
-        if handle is not None:
-            _leave(done, mark)
+        _leave(done, mark)
+
+
+def _unlock(handle: IO[str]) -> None:
+    # Closing the file is not enough: a child that was forked meanwhile holds the lock, too, as long as it lives.
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def _holds(done: Path, mark: str) -> bool:
+    """Return whether a record says that a part has been compiled."""
+    try:
+        return done.read_bytes() == mark.encode()
+    except OSError:
+        return False
 
 
 def _leave(done: Path, mark: str) -> None:
     """Record that a part has been compiled; without the record a process takes the lock again."""
-    partial = done.with_name(f"{done.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        partial.write_text(mark)
-        partial.replace(done)
+    from gradwire.kernels.numba_core.storing import refused
+
+    if not refused():
+        _write(done, mark)

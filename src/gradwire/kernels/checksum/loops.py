@@ -7,11 +7,11 @@ import numpy as np
 from numba import njit
 
 from gradwire.kernels.checksum import reference, simd
-from gradwire.kernels.numba_core.compiled import copy_into, either
+from gradwire.kernels.numba_core.compiled import copy_into, either, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
-# Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
-DIGEST = "5b10a73b325a2592"
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
+DIGEST = "76af332b40fa8c75"
 
 
 _u64 = np.uint64
@@ -51,7 +51,7 @@ def _sum_block(variant, body, sums):
         _check_rows(variant, last, 1, sums)
 
 
-@njit(nogil=True, cache=True)
+@kept(DIGEST)
 def check(variant, head, body):
     """Compute the checksum of the words of a header (uint64) and a body (uint8)."""
     prefer_wide()
@@ -72,7 +72,7 @@ def check(variant, head, body):
     return total
 
 
-@njit(nogil=True, cache=True)
+@kept(DIGEST)
 def row_checksums(variant, flat, stride, length, heads, out):
     """Write the checksum of each row of heads with the ``length`` bytes of a row; rows are ``stride`` bytes apart."""
     for row in range(len(heads)):

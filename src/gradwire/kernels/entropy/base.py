@@ -273,8 +273,8 @@ class SectionCoder:
     def warm_up(self) -> float:
         """Compile all functions, or load them from Numba's cache; return the seconds it took."""
         began = time.perf_counter()
-        symbols = (torch.arange(1000) ** 2 % 7).to(torch.uint8)
-        coded, out = torch.empty(self.bound(1000), dtype=torch.uint8), torch.empty_like(symbols)
+        symbols = (torch.arange(1000, device="cpu") ** 2 % 7).to(torch.uint8)
+        coded, out = torch.empty(self.bound(1000), dtype=torch.uint8, device="cpu"), torch.empty_like(symbols)
         self.decode(coded[: self.encode(symbols, coded)], out)
         return time.perf_counter() - began
 

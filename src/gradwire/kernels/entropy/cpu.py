@@ -12,6 +12,8 @@ from gradwire.kernels.entropy.base import SCALAR, Body, Bytes, Variants
 try:
     from gradwire.kernels.checksum import loops as checksum_loops
     from gradwire.kernels.entropy import huffman_loops, rans_loops
+except BackendError:
+    raise
 except ImportError as error:
     raise BackendError(f"coder backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
 

@@ -109,6 +109,8 @@ def _loops() -> ModuleType:
     # Imported here: Numba takes half a second to import, and importing the package must not need it.
     try:
         from gradwire.kernels.entropy import elias_loops
+    except BackendError:
+        raise
     except ImportError as error:
         raise BackendError(f"Elias codes need numba ({error}): pip install 'numba>=0.61'") from error
     return elias_loops

@@ -6,8 +6,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-# Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
-DIGEST = "e3b0c44298fc1c14"
+from gradwire.kernels.numba_core.compiled import kept
+
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
+DIGEST = "80cf34632dc843d2"
 
 
 @njit(nogil=True)
@@ -31,7 +33,7 @@ def _omega_bits(value):
     return bits
 
 
-@njit(nogil=True, cache=True)
+@kept(DIGEST)
 def count_bits(levels, sparse):
     """Count the bits of the codes, and the levels that have a code."""
     bits, coded, before = 0, 0, -1
@@ -70,7 +72,7 @@ def _put_omega(out, at, value):
     return _put(out, at, code, bits)
 
 
-@njit(nogil=True, cache=True)
+@kept(DIGEST)
 def write_levels(levels, sparse, out):
     """Write the codes to ``out``, which is zero and as long as :func:`count_bits` says."""
     at, before = 0, -1
@@ -106,7 +108,7 @@ def _get_omega(data, at, stop):
     return np.int64(0), stop
 
 
-@njit(nogil=True, cache=True)
+@kept(DIGEST)
 def read_levels(data, sparse, coded, out):
     """Invert :func:`write_levels` for ``coded`` levels; return whether codes are valid and end where ``data`` ends."""
     at, stop, index = 0, 8 * data.size, np.int64(-1)

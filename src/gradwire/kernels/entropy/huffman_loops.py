@@ -11,10 +11,10 @@ import numpy as np
 from numba import njit
 
 from gradwire.kernels.entropy import tables as huffman
-from gradwire.kernels.numba_core.compiled import copy_into
+from gradwire.kernels.numba_core.compiled import copy_into, kept
 
-# Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
-DIGEST = "33325b04db7ff6b3"
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
+DIGEST = "a550e391376f37ec"
 
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
@@ -110,7 +110,7 @@ def _append_rest(symbols, at, stop, table, out, place, end, bits, used):
         out[place] = _u8(bits & _u64(255))
 
 
-@njit(nogil=True, cache=True)
+@kept(DIGEST)
 def huffman_encode(symbols, room):
     """Write the body of ``symbols`` into ``room``; return its bytes, or -1 if it would not be shorter."""
     each = symbols.size // _STREAMS
@@ -233,7 +233,7 @@ def _decode_rest(body, table, size, out, at, stop, place, end, area):
     return spare == 0 or _i64(body[end - 1]) >> (8 - spare) == 0
 
 
-@njit(nogil=True, cache=True)
+@kept(DIGEST)
 def huffman_decode(body, out):
     """Invert :func:`huffman_encode`; return 0, or the key in ``REFUSALS`` of a fault."""
     each = out.size // _STREAMS

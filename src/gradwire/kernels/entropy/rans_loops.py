@@ -13,11 +13,11 @@ from numba import njit
 
 from gradwire.kernels.entropy import rans_simd
 from gradwire.kernels.entropy import tables as rans_tables
-from gradwire.kernels.numba_core.compiled import copy_into, either
+from gradwire.kernels.numba_core.compiled import copy_into, either, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
-# Digest of the sources of the compiled code: ``make digests`` rewrites it, so that Numba drops outdated code.
-DIGEST = "965d432851e6e822"
+# Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
+DIGEST = "1f043b754289a2fc"
 
 
 _u8, _u32, _u64, _i64 = np.uint8, np.uint32, np.uint64, np.int64
@@ -114,7 +114,7 @@ def histogram(symbols, step, counts):
             counts[symbol] += parts[part, symbol]
 
 
-@njit(nogil=True, cache=True)
+@kept(DIGEST)
 def rans_encode(variant, symbols, room):
     """Write the body of ``symbols`` into ``room``; return its bytes, or -1 if it would not be shorter."""
     prefer_wide()
@@ -170,7 +170,7 @@ def rans_encode(variant, symbols, room):
     return at if at < room.size else -1
 
 
-@njit(nogil=True, cache=True)
+@kept(DIGEST)
 def rans_decode(variant, body, out):
     """Invert :func:`rans_encode`; return 0, or the key in ``REFUSALS`` of a fault."""
     prefer_wide()

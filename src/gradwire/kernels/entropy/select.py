@@ -150,7 +150,7 @@ def time_coders(coders: Mapping[str, Coder], symbols: torch.Tensor, turns: int =
     """Return the seconds of each coder to encode ``symbols`` (uint8 ``[n]``) and decode them."""
     calls: dict[str, Callable[[], object]] = {}
     for name, coder in coders.items():
-        room, back = torch.empty(coder.bound(len(symbols)), dtype=torch.uint8), torch.empty_like(symbols)
+        room, back = torch.empty(coder.bound(len(symbols)), dtype=torch.uint8, device="cpu"), torch.empty_like(symbols)
         section = room[: coder.encode(symbols, room)].clone()
         calls[f"encode {name}"] = partial(coder.encode, symbols, room)
         calls[f"decode {name}"] = partial(coder.decode, section, back)
@@ -161,7 +161,7 @@ def time_coders(coders: Mapping[str, Coder], symbols: torch.Tensor, turns: int =
 def agrees(coder: SectionCoder) -> bool:
     """Return whether a coder writes the reference's bytes for a small case with rare symbols, and decodes them."""
     symbols, expected = _small_case(coder.name)
-    out, back = torch.empty(coder.bound(len(symbols)), dtype=torch.uint8), torch.empty_like(symbols)
+    out, back = torch.empty(coder.bound(len(symbols)), dtype=torch.uint8, device="cpu"), torch.empty_like(symbols)
     section = out[: coder.encode(symbols, out)]
     coder.decode(section, back)
     return torch.equal(section, expected) and torch.equal(back, symbols)
@@ -169,20 +169,21 @@ def agrees(coder: SectionCoder) -> bool:
 
 @cache
 def _small_case(coder: str) -> tuple[torch.Tensor, torch.Tensor]:
-    index = torch.arange(3001)
+    index = torch.arange(3001, device="cpu")
     symbols = (index * index % 61 * (index % 7 == 0)).to(torch.uint8)
     symbols[::1000] = 255 - index[::1000].to(torch.uint8)
     reference = SectionCoder(reference_body(coder))
-    out = torch.empty(reference.bound(3001), dtype=torch.uint8)
+    out = torch.empty(reference.bound(3001), dtype=torch.uint8, device="cpu")
     return symbols, out[: reference.encode(symbols, out)]
 
 
 @cache
 def _sample() -> Bytes:
     """Return bytes of five trits of a Gaussian clipped at 2.5 deviations, with an entropy of 6 bits each."""
-    uniform = torch.rand((SAMPLE, 5), generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand((SAMPLE, 5), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     digits = (uniform < 0.16).to(torch.uint8) + (uniform < 0.84).to(torch.uint8)
-    joined: Bytes = (digits * torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)).sum(1, dtype=torch.uint8).numpy()
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device="cpu")
+    joined: Bytes = (digits * powers).sum(1, dtype=torch.uint8).numpy()
     return joined
 
 

@@ -15,7 +15,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "6ace062b00d123d5"
+DIGEST = "cee6b7ab65bd7346"
 
 
 _TILE = 2048

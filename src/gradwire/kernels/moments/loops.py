@@ -13,7 +13,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "ae91df2960fac01d"
+DIGEST = "d74f1e17b8da06ad"
 
 
 _i32, _i64 = np.int32, np.int64

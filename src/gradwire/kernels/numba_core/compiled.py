@@ -14,6 +14,7 @@ from numba import njit
 from numba.core import types
 from numba.extending import overload
 
+from gradwire.kernels.numba_core.storing import stored
 from gradwire.kernels.table import GROUP_SIZE, SegmentTable
 
 
@@ -27,7 +28,7 @@ def kept(digest: str) -> Callable[[Callable[..., Any]], Any]:
 
     def wrap(function):
         function.__qualname__ += f".{digest}"
-        return njit(nogil=True, cache=True)(function)
+        return stored(function)
 
     return wrap
 
