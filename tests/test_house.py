@@ -307,6 +307,47 @@ def test_no_assert_and_no_global_generator_in_the_library() -> None:
     assert not wrong
 
 
+FACTORIES = {"arange", "empty", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"}
+FLOATS = {"empty", "full", "linspace", "ones", "rand", "randn", "zeros"}
+BY_DEFAULT = (
+    # Modules, which are made as torch's own are.
+    "graphs/models.py",
+    # Programs, which leave torch's defaults as they are.
+    "tools/",
+    # Not yet.
+    "link/membership/",
+    "model/",
+)
+
+
+def left_to_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Name the tensors whose dtype, or device, is torch's default, which the user's program may change."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+            continue
+        name, said = ast.unparse(node.func).removeprefix("torch."), {keyword.arg for keyword in node.keywords}
+        if name not in FACTORIES:
+            continue
+        parts = [part for argument in node.args for part in ast.walk(argument)]
+        floats = any(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in parts)
+        if "dtype" not in said and (name in FLOATS or floats):
+            yield node.lineno, f"{name} without a dtype"
+        if "device" not in said:
+            yield node.lineno, f"{name} without a device"
+
+
+def test_no_tensor_has_a_dtype_or_a_device_by_default() -> None:
+    wrong = []
+    for _, path, tree in modules():
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith(BY_DEFAULT):
+            wrong += [f"{name}:{line}: {what}" for line, what in left_to_torch(tree)]
+    assert wrong == []
+    said = ["ones(2)", "tensor([1.0], device=d)", "arange(3)", "zeros(2, dtype=t, device=d)", "zeros_like(x)"]
+    made = "\n".join(f"torch.{call}" for call in said)
+    assert {line for line, _ in left_to_torch(ast.parse(made))} == {1, 2, 3}
+
+
 UNPICKLING = {
     "all_gather_object",
     "broadcast_object_list",

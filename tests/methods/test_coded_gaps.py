@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,18 @@ from hypothesis import strategies as st
 
 import gradwire as gw
 from gradwire.errors import PayloadError
+from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels, smallest_format
 from gradwire.kernels.entropy import entropy_bits
-from gradwire.methods.sparse.sparse_codec import decode_gaps, encode_gaps, symbols_of
+from gradwire.methods.sparse.sparse_codec import (
+    CODED,
+    CODED_HEAD,
+    HEAD,
+    MOST_SYMBOL,
+    decode_gaps,
+    encode_gaps,
+    symbols_of,
+)
 
 KERNELS = get_kernels("reference")
 
@@ -99,6 +110,31 @@ def test_a_symbol_that_no_gap_has_is_refused() -> None:
     data = torch.cat([torch.tensor([used], dtype=torch.int32).view(torch.uint8), out[:used]])
     with pytest.raises(PayloadError, match="symbols that no gap has"):
         decode_gaps(data, coder, 2, 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"), [("TopK(density=0.01)", "positions of format"), ("Threshold(threshold=1.0)", "beside their")]
+)
+def test_a_short_section_of_many_positions_takes_little_memory(spec: str, message: str) -> None:
+    """A coder writes equal symbols in a few bytes, whatever their number; each of these leaves out 28 bits."""
+    numel, coder = 1 << 18, KERNELS.coder("rans")
+    coded = torch.empty(coder.bound(numel), dtype=torch.uint8)
+    used = coder.encode(torch.full((numel,), MOST_SYMBOL, dtype=torch.uint8), coded)
+    size = CODED_HEAD.size + used
+    assert size < 64
+    codec = gw.method(spec).codec(KERNELS, lay_out([Parameter("x", (numel,), (1,))]), 2, 0)
+    codec.use_coder(coder)
+    row = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
+    head = HEAD.pack(HEAD.size + 64, numel, size, CODED, 0, 0) + CODED_HEAD.pack(used)
+    row[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    row[len(head) : len(head) + used] = coded[:used]
+    tracemalloc.start()
+    try:
+        with pytest.raises(PayloadError, match=message):
+            codec.read(row)
+        assert tracemalloc.get_traced_memory()[1] < 8 * numel
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("spec", ["TopK(density=0.05)", "Threshold(threshold=2.5)", "ATOMO(density=0.05)"])

@@ -64,14 +64,14 @@ def block_model(
     chances = all(is_number(chance, least=0) for chance in (common, topic, topic_share))
     require(chances and common + topic <= 1 and topic_share <= 1, owner, "chances are from 0 to 1, also common + topic")
 
-    labels = torch.randint(0, blocks, (nodes,), generator=_draw(seed, "blocks"))
+    labels = torch.randint(0, blocks, (nodes,), generator=_draw(seed, "blocks"), device="cpu")
     inside, outside = _within(labels, int(nodes * inner / 2), seed), _between(labels, int(nodes * outer / 2), seed)
     edges = symmetrised(torch.cat([inside, outside], 1), nodes)
-    topics = torch.rand(blocks, words, generator=_draw(seed, "topics")) < topic_share
+    topics = torch.rand(blocks, words, generator=_draw(seed, "topics"), dtype=torch.float32, device="cpu") < topic_share
     likely = (common + topic * topics.to(torch.float32))[labels]
-    bags = torch.rand(nodes, words, generator=_draw(seed, "words")) < likely
-    order = torch.randperm(nodes, generator=_draw(seed, "known labels"))
-    training = torch.zeros(nodes, dtype=torch.bool)
+    bags = torch.rand(nodes, words, generator=_draw(seed, "words"), dtype=torch.float32, device="cpu") < likely
+    order = torch.randperm(nodes, generator=_draw(seed, "known labels"), device="cpu")
+    training = torch.zeros(nodes, dtype=torch.bool, device="cpu")
     training[torch.cat([order[labels[order] == block][:known] for block in range(blocks)])] = True
     return Graph(edges, bags.to(torch.float32), labels, training, ~training)
 
@@ -85,9 +85,9 @@ def _within(labels: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     """Draw pairs of nodes of one block, ``[2, count]``."""
     draw = _draw(seed, "edges within blocks")
     sizes = torch.bincount(labels)
-    source = torch.randint(0, len(labels), (count,), generator=draw)
+    source = torch.randint(0, len(labels), (count,), generator=draw, device="cpu")
     block = labels[source]
-    place = (torch.rand(count, generator=draw, dtype=torch.float64) * sizes[block]).long()
+    place = (torch.rand(count, generator=draw, dtype=torch.float64, device="cpu") * sizes[block]).long()
     return torch.stack([source, labels.argsort(stable=True)[(sizes.cumsum(0) - sizes)[block] + place]])
 
 
@@ -95,8 +95,8 @@ def _between(labels: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     """Draw pairs of nodes of different blocks, ``[2, count]``."""
     draw = _draw(seed, "edges between blocks")
     sizes = torch.bincount(labels)
-    source = torch.randint(0, len(labels), (count,), generator=draw)
+    source = torch.randint(0, len(labels), (count,), generator=draw, device="cpu")
     block, others = labels[source], len(labels) - sizes
     # A node of the block's complement: nodes in the order of their blocks, counted from the end of the block around.
-    place = (torch.rand(count, generator=draw, dtype=torch.float64) * others[block]).long()
+    place = (torch.rand(count, generator=draw, dtype=torch.float64, device="cpu") * others[block]).long()
     return torch.stack([source, labels.argsort(stable=True)[(sizes.cumsum(0)[block] + place) % len(labels)]])

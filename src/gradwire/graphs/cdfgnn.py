@@ -108,7 +108,7 @@ class CDFGNN(HaloMethod):
             return
         held = memory.value(LOSSES)
         first, least = (loss, loss) if held is None else held.tolist()
-        memory.stage_value(LOSSES, torch.tensor([first, min(least, loss)], dtype=torch.float64))
+        memory.stage_value(LOSSES, torch.tensor([first, min(least, loss)], dtype=torch.float64, device="cpu"))
 
     def tolerance_of(self, memory: Memory) -> float:
         """Return eps of the step that follows the losses in a worker's memory."""

@@ -182,12 +182,12 @@ class _Nothing(RowChannel):
         return 0
 
     def encode(self, context: Context, rows: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def decode(self, context: Context, data: torch.Tensor) -> torch.Tensor:
         if len(data):
             raise PayloadError(f"{len(data)} bytes have arrived, but nothing is sent")
-        return torch.zeros(self._shape)
+        return torch.zeros(self._shape, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,7 @@ class HaloPlan:
             context: ``chunk`` is :data:`LOSS`.
             loss: Loss of this worker.
         """
-        mine = torch.tensor([loss], dtype=torch.float64)
+        mine = torch.tensor([loss], dtype=torch.float64, device="cpu")
         if context.world_size == 1:
             return loss
         bodies = [mine.view(torch.uint8) if to != context.rank else None for to in range(context.world_size)]
@@ -165,7 +165,7 @@ class HaloPlan:
         counts = self.boundary.counts if context.chunk == FORWARD else self.boundary.counts.T
         due: list[int] = counts[:, here].tolist()
         if self.method.silent or not self._largest:
-            return [torch.zeros(n, width) for n in due]
+            return [torch.zeros(n, width, dtype=torch.float32, device="cpu") for n in due]
         bodies = [
             self._channel(context, here, to, len(rows), width).encode(context, rows) if len(rows) else None
             for to, rows in zip(others, leaving)
@@ -176,10 +176,11 @@ class HaloPlan:
         for source, count in enumerate(due):
             body = came[source]
             if not count:
-                found.append(torch.zeros(0, width))
+                found.append(torch.zeros(0, width, dtype=torch.float32, device="cpu"))
                 continue
             channel = self._channel(context, source, here, count, width)
-            found.append(channel.decode(context, torch.empty(0, dtype=torch.uint8) if body is None else body))
+            data = torch.empty(0, dtype=torch.uint8, device="cpu") if body is None else body
+            found.append(channel.decode(context, data))
         context.memory.commit()
         return found
 

@@ -14,12 +14,12 @@ from gradwire.seeds import parameter_key
 
 
 def _contiguous(graph: Graph, workers: int, seed: int) -> torch.Tensor:
-    return torch.arange(graph.nodes) * workers // graph.nodes
+    return torch.arange(graph.nodes, device="cpu") * workers // graph.nodes
 
 
 def _random(graph: Graph, workers: int, seed: int) -> torch.Tensor:
     low, high = parameter_key(seed, "", "partition")
-    drawn = torch.randperm(graph.nodes, generator=torch.Generator().manual_seed(low | high << 32))
+    drawn = torch.randperm(graph.nodes, generator=torch.Generator().manual_seed(low | high << 32), device="cpu")
     return _contiguous(graph, workers, seed)[drawn.argsort()]
 
 
@@ -47,7 +47,7 @@ def _greedy(graph: Graph, workers: int, seed: int) -> torch.Tensor:
                 if owner[neighbour] < 0:
                     inside[neighbour] += 1
                     heapq.heappush(frontier, (-inside[neighbour], neighbour))
-    return torch.tensor(owner)
+    return torch.tensor(owner, device="cpu")
 
 
 PARTITIONS: dict[str, Callable[[Graph, int, int], torch.Tensor]] = {

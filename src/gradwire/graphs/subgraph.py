@@ -23,7 +23,7 @@ def symmetrised(edges: torch.Tensor, nodes: int) -> torch.Tensor:
         >>> symmetrised(torch.tensor([[0, 1], [1, 0]]), 2).tolist()
         [[0, 1, 0, 1], [0, 0, 1, 1]]
     """
-    loops = torch.arange(nodes)
+    loops = torch.arange(nodes, device="cpu")
     source = torch.cat([edges[0], edges[1], loops])
     target = torch.cat([edges[1], edges[0], loops])
     keys = (target * nodes + source).unique()
@@ -149,8 +149,8 @@ def subgraphs(graph: Graph, owner: torch.Tensor) -> list[Subgraph]:
     for rank in range(workers):
         own = torch.nonzero(owner == rank).flatten()
         halo = torch.cat([sent[other * workers + rank] for other in range(workers)])
-        row = torch.full((graph.nodes,), -1, dtype=torch.int64)
-        row[own], row[halo] = torch.arange(len(own)), len(own) + torch.arange(len(halo))
+        row = torch.full((graph.nodes,), -1, dtype=torch.int64, device="cpu")
+        row[own], row[halo] = torch.arange(len(own), device="cpu"), len(own) + torch.arange(len(halo), device="cpu")
         mine = owner[target] == rank
         found.append(
             Subgraph(

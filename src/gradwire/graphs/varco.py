@@ -144,5 +144,5 @@ class _Masked(RowChannel):
         places = self.places(context.round)
         values = self._coder.decode(data, self.count(context.round), context.round)
         if places is not None:
-            values = torch.zeros(self._numel).index_copy_(0, places, values)
+            values = torch.zeros(self._numel, dtype=torch.float32, device="cpu").index_copy_(0, places, values)
         return values.view(self._shape)

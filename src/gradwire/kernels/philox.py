@@ -59,7 +59,7 @@ def uniform_integers(group: torch.Tensor, key: torch.Tensor, round: int, stream:
     Returns:
         int64 ``[G, 5, 16]``: plane, lane.
     """
-    block = (group[:, None] * 16 + torch.arange(16)) & _WORD
+    block = (group[:, None] * 16 + torch.arange(16, device="cpu")) & _WORD
     low, high, last = (torch.full_like(block, word & _WORD) for word in (round, round >> 32, stream))
     w0, w1, w2, w3 = philox((block, low, high, last), (key[:, :1], key[:, 1:]))
     w4 = (w0 & 255) << 24 | (w1 & 255) << 16 | (w2 & 255) << 8

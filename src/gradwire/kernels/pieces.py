@@ -89,7 +89,7 @@ def encode_into(octets: Octets, width: int, floating: bool, out: Octets) -> int:
         out[2:end] = distinct.view(np.uint8)
         end = _put(symbols, out, end, noise=False)
     else:
-        planes = torch.empty(width, len(words), dtype=torch.uint8)
+        planes = torch.empty(width, len(words), dtype=torch.uint8, device="cpu")
         get_kernels("auto").split_planes(torch.from_numpy(octets), width, floating, planes)
         out[0], end = PLANES, 1
         for plane in planes.numpy():

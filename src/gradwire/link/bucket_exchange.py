@@ -67,7 +67,8 @@ class StepBuffer:
         names = [name for name in self._order if name in here] if missing else self._order
         self._lay_out(names)
         if self._vector is None:
-            self._vector = torch.empty(sum(p.numel for p in self._parameters.values()), device=self._device.name)
+            numel = sum(p.numel for p in self._parameters.values())
+            self._vector = torch.empty(numel, dtype=torch.float32, device=self._device.name)
         vector = self._vector[: self._place[names[-1]][1]]
         for flat, part in self._parts(vector):
             part.copy_(flat)
@@ -309,7 +310,7 @@ def _same_bits(context: Context, flat: torch.Tensor, ranks: Sequence[int]) -> Ex
         ExchangeError: bits of a rank differ from the first one's; the message names such ranks by these numbers.
     """
     digest = zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
-    mine = torch.tensor([digest], dtype=torch.int64).view(torch.uint8)
+    mine = torch.tensor([digest], dtype=torch.int64, device="cpu").view(torch.uint8)
     workspace = Workspace()
     rows = yield AllGather(mine, workspace.get("check", context.world_size, 8))
     found = rows.contiguous().view(torch.int64).flatten().tolist()

@@ -70,15 +70,22 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
         problem = str(error)
     number = _share(link, problem, uuid.uuid4().int >> 65)[0]
     path = _own(target, link.rank, number)
-    part = {"rank": state.pop("rank"), "number": torch.tensor(number), "of": torch.tensor(link.rank)}
+    part = {
+        "rank": state.pop("rank"),
+        "number": torch.tensor(number, device="cpu"),
+        "of": torch.tensor(link.rank, device="cpu"),
+    }
     try:
         packed, digest = pack(part if own is None else {**part, "own": dict(own)})
         digests = [told[1] for told in _tell(link, _problem(packed, path), number, digest)]
         # All ranks' files are written. Replacing common.pt completes this save.
         common = {
-            "save": {"number": torch.tensor(number)},
-            "world_size": {"value": torch.tensor(link.world_size)},
-            "digests": {str(rank): torch.tensor(list(found), dtype=torch.uint8) for rank, found in enumerate(digests)},
+            "save": {"number": torch.tensor(number, device="cpu")},
+            "world_size": {"value": torch.tensor(link.world_size, device="cpu")},
+            "digests": {
+                str(rank): torch.tensor(list(found), dtype=torch.uint8, device="cpu")
+                for rank, found in enumerate(digests)
+            },
         }
         _share(link, _problem(pack({**common, **state})[0], target / "common.pt") if link.rank == 0 else None)
     except IncompatibleError:

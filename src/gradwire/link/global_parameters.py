@@ -143,9 +143,12 @@ class GlobalParameters:
         kept = {f"{GLOBAL}/{name}": x.clone() for name, x in self.held.items()}
         if self._velocity is not None:
             kept |= {f"{VELOCITY}/{name}": x.clone() for name, x in self._velocity.items()}
-        state["global"][STEPS] = torch.tensor(self.clock.steps)
+        state["global"][STEPS] = torch.tensor(self.clock.steps, device="cpu")
         if self.clock.flying is not None:
-            state["global"] |= {FLYING: torch.tensor(self.clock.flying), LEFT: torch.tensor(self.clock.left)}
+            state["global"] |= {
+                FLYING: torch.tensor(self.clock.flying, device="cpu"),
+                LEFT: torch.tensor(self.clock.left, device="cpu"),
+            }
         for names, flat in flying or self._arrived or ():
             parts = flat.split([self.held[name].numel() for name in names])
             kept |= {f"{ARRIVED}/{name}": part.clone() for name, part in zip(names, parts)}
@@ -251,7 +254,7 @@ class OwnParameters:
 
     def add_state(self, state: dict[str, dict[str, torch.Tensor]], flying: object = None) -> None:
         """Add the steps to a link's state."""
-        state["global"][STEPS] = torch.tensor(self.clock.steps)
+        state["global"][STEPS] = torch.tensor(self.clock.steps, device="cpu")
 
     def check(self, state: State) -> None:
         """Check that a link's state has what :meth:`add_state` adds.

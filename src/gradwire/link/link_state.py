@@ -88,8 +88,8 @@ class LinkState(LinkReports):
         self._runtime.device.join()
         state = self._runtime.memory.state()
         kept = {**self._coders.state(), **self._cost.state()}
-        state["global"].update(kept, round=torch.tensor(self._runtime.round))
-        state["global"][LINK_STATE] = torch.tensor(self.number.value)
+        state["global"].update(kept, round=torch.tensor(self._runtime.round, device="cpu"))
+        state["global"][LINK_STATE] = torch.tensor(self.number.value, device="cpu")
         for key, value in self._selection.state().items():
             state["rank" if key in OWN_STATE else "global"][key] = value
         if self._local is not None:

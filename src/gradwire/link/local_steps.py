@@ -298,7 +298,7 @@ class LocalSteps:
             return []
         sizes = [b.numel() for b in self.buffers]
         own = torch.cat([flat_view(b.detach()).to(torch.float32) for b in self.buffers])
-        mean = torch.tensor(self._channel.gather(own.tolist()), dtype=torch.float64).mean(0)
+        mean = torch.tensor(self._channel.gather(own.tolist()), dtype=torch.float64, device="cpu").mean(0)
         return list(mean.split(sizes))
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:

@@ -263,8 +263,8 @@ class SimulatedLink:
             **states[0]["global"],
             **self._coders.state(),
             **self._cost.state(),
-            "round": torch.tensor(self.round),
-            LINK_STATE: torch.tensor(self.number.value),
+            "round": torch.tensor(self.round, device="cpu"),
+            LINK_STATE: torch.tensor(self.number.value, device="cpu"),
         }
         own = {f"rank {r}": state["rank"] for r, state in enumerate(states)}
         return {"global": shared, "replicated": states[0]["replicated"], **own}

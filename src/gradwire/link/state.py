@@ -86,7 +86,7 @@ def kept_names(parameters: Mapping[str, torch.Tensor], method: Method) -> dict[s
 def of_other_ranks(memory: Memory) -> None:
     """Let a method reset what depends on who its ranks are, as after loading a state of another world size."""
     if memory.value(WORKERS) is not None:
-        memory.set_value(WORKERS, torch.tensor(0))
+        memory.set_value(WORKERS, torch.tensor(0, device="cpu"))
 
 
 def without_some_ranks(state: Mapping[str, torch.Tensor], method: Method) -> dict[str, torch.Tensor]:

@@ -36,11 +36,11 @@ def encode_changes(spans: Sequence[BlockSpan], old: Read, new: Read, *, advance:
     blocks, elements = sum(span.blocks for span in spans), sum(span.elements for span in spans)
     nbytes = sum(span.elements * span.kind.width for span in spans)
     # Only what is written takes memory: the operating system gives a page when it is used first.
-    rows = torch.empty(blocks, ROW, dtype=torch.int64)
-    symbols = torch.empty(elements, dtype=torch.uint8)
-    positions = torch.empty(elements // 8 + blocks + 8, dtype=torch.uint8)
-    extra = torch.empty(nbytes + 32, dtype=torch.uint8)
-    cursor, sums, at = torch.zeros(5, dtype=torch.int64), dict[int, int](), 0
+    rows = torch.empty(blocks, ROW, dtype=torch.int64, device="cpu")
+    symbols = torch.empty(elements, dtype=torch.uint8, device="cpu")
+    positions = torch.empty(elements // 8 + blocks + 8, dtype=torch.uint8, device="cpu")
+    extra = torch.empty(nbytes + 32, dtype=torch.uint8, device="cpu")
+    cursor, sums, at = torch.zeros(5, dtype=torch.int64, device="cpu"), dict[int, int](), 0
     kept = list[torch.Tensor]()
     for span in spans:
         fresh = new(span)
@@ -76,7 +76,7 @@ def _smallest(kernels: Kernels, symbols: torch.Tensor) -> Octets:
     best: Octets | None = None
     for name in CODER_IDS if symbols.numel() <= _SPARSE else ("rans",):
         coder = kernels.coder(name)
-        out = torch.empty(coder.bound(symbols.numel()), dtype=torch.uint8)
+        out = torch.empty(coder.bound(symbols.numel()), dtype=torch.uint8, device="cpu")
         size = coder.encode(symbols, out)
         if best is None or size < len(best):
             best = out.numpy()[:size]
@@ -138,7 +138,7 @@ class ChangedChunk:
         self._rows = _unpack_rows(table, sum(span.blocks for span in spans))
         if int(self._rows[:, 1].sum()) != self.changed:
             raise PayloadError("the changes of its blocks are more or fewer than it announces")
-        self._symbols = torch.empty(self.changed, dtype=torch.uint8)
+        self._symbols = torch.empty(self.changed, dtype=torch.uint8, device="cpu")
         self.light = 8 * self.changed <= elements
         if not len(coded) or int(coded[0]) not in _CODERS:
             raise PayloadError("its symbols are coded by an unknown coder")
@@ -177,7 +177,7 @@ class ChangedChunk:
         self._walk(target, WRITE)
 
     def _walk(self, base: Read, mode: int) -> list[tuple[BlockSpan, torch.Tensor]]:
-        kernels, cursor, at = codec_kernels(), torch.zeros(5, dtype=torch.int64), 0
+        kernels, cursor, at = codec_kernels(), torch.zeros(5, dtype=torch.int64, device="cpu"), 0
         found = []
         for span in self._spans:
             cursor[3:] = 0

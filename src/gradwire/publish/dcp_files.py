@@ -125,7 +125,7 @@ class DistributedCheckpoint:
 
     def read(self, span: BlockSpan) -> torch.Tensor:
         entry, kind = self.layout.entries[span.tensor], span.kind
-        out = torch.empty(span.elements * kind.width, dtype=torch.uint8)
+        out = torch.empty(span.elements * kind.width, dtype=torch.uint8, device="cpu")
         whole = TensorBox.of_all(entry.shape)
         begin, stop = span.begin // kind.numbers, span.stop // kind.numbers
         element = kind.width * kind.numbers
@@ -150,8 +150,8 @@ class DistributedCheckpoint:
         low, high = max(box.start[0], begin // row), min(box.stop[0], -(-stop // row))
         if low >= high:
             return
-        rows = torch.zeros(high - low, *entry.shape[1:], element, dtype=torch.uint8)
-        mask = torch.zeros(high - low, *entry.shape[1:], dtype=torch.bool)
+        rows = torch.zeros(high - low, *entry.shape[1:], element, dtype=torch.uint8, device="cpu")
+        mask = torch.zeros(high - low, *entry.shape[1:], dtype=torch.bool, device="cpu")
         inner = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:]))
         rows[(slice(None), *inner)] = octets.reshape(*box.shape, element)[low - box.start[0] : high - box.start[0]]
         mask[(slice(None), *inner)] = True

@@ -45,16 +45,16 @@ class GroupChannel:
 
     def wants_anchor(self, own: bool) -> bool:
         """Return whether any rank needs an anchor."""
-        flag = torch.tensor([int(own)])
+        flag = torch.tensor([int(own)], device="cpu")
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
     def send(self, files: Sequence[Sequence[Octets | bytes]]) -> None:
         """Broadcast files, each in pieces."""
-        dist.broadcast(torch.tensor([len(files)]), self._source, group=self._group)
+        dist.broadcast(torch.tensor([len(files)], device="cpu"), self._source, group=self._group)
         for pieces in files:
             whole = torch.from_numpy(np.concatenate([np.frombuffer(view_of(piece), np.uint8) for piece in pieces]))
-            dist.broadcast(torch.tensor([len(whole)]), self._source, group=self._group)
+            dist.broadcast(torch.tensor([len(whole)], device="cpu"), self._source, group=self._group)
             for begin in range(0, len(whole), _PART_BYTES):
                 dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
 
@@ -66,7 +66,7 @@ class GroupChannel:
         """
         files, left = list[Octets](), most_bytes
         for _ in range(self._count("files", _MOST_FILES)):
-            whole = torch.empty(self._count("bytes", left), dtype=torch.uint8)
+            whole = torch.empty(self._count("bytes", left), dtype=torch.uint8, device="cpu")
             left -= len(whole)
             for begin in range(0, len(whole), _PART_BYTES):
                 dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
@@ -74,7 +74,7 @@ class GroupChannel:
         return files
 
     def _count(self, what: str, most: int) -> int:
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         dist.broadcast(length, self._source, group=self._group)
         if not 0 <= int(length) <= most:
             raise PayloadError(f"rank {SOURCE} announces {int(length)} {what}, more than {most}")

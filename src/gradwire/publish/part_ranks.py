@@ -57,12 +57,12 @@ class GroupRanks:
 
     def gather(self, data: bytes) -> list[bytes]:
         try:
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(data)]), group=self._group)
+            lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(data)], device="cpu"), group=self._group)
             longest = max(1, *(int(length) for length in lengths))
-            own = torch.zeros(longest, dtype=torch.uint8)
+            own = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             own[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-            rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+            rows = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
             dist.all_gather(rows, own, group=self._group)
         except RuntimeError as error:
             raise ExchangeError(f"a rank that publishes a part has ended, or hangs: {error}") from error

@@ -78,10 +78,11 @@ class HeldPieces:
     def _copy(self, span: BlockSpan) -> torch.Tensor:
         if span.tensor not in self._shared:
             # Decoded along with others of its chunk, and not kept.
-            return torch.zeros(span.elements * span.kind.width, dtype=torch.uint8)
+            return torch.zeros(span.elements * span.kind.width, dtype=torch.uint8, device="cpu")
         with self._lock:
             if span.tensor not in self._copies:
-                self._copies[span.tensor] = torch.zeros(self._layout.entries[span.tensor].nbytes, dtype=torch.uint8)
+                nbytes = self._layout.entries[span.tensor].nbytes
+                self._copies[span.tensor] = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         return self._copies[span.tensor][span.octets]
 
     def read(self, span: BlockSpan) -> torch.Tensor:

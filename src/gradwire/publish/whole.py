@@ -174,7 +174,7 @@ class WholeChunk:
 
     def _targets(self, target: Read) -> Iterator[tuple[BlockSpan, int, torch.Tensor, Octets]]:
         """Yield the spans, and of each piece its first byte in the span, the memory to write to, and its bytes."""
-        latest, octets = None, torch.empty(0, dtype=torch.uint8)
+        latest, octets = None, torch.empty(0, dtype=torch.uint8, device="cpu")
         for span, begin, nbytes, data in self._parts():
             if span is not latest:
                 latest, octets = span, target(span)

@@ -76,7 +76,7 @@ class DenseCodec(SummableCodec, MergeableCodec):
         values, narrow = out.view(self.dtype)[: self.numel], self.dtype != torch.float32
         products = torch.cat([flat[a : a + n] for a, n in self.runs], out=None if narrow else values)
         if self.weight != 1:
-            products.mul_(torch.tensor(self.weight, dtype=torch.float32))
+            products.mul_(torch.tensor(self.weight, dtype=torch.float32, device="cpu"))
         if narrow:
             values.copy_(products)
 
@@ -89,7 +89,7 @@ class DenseCodec(SummableCodec, MergeableCodec):
     def _add(self, codes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Add values in float32, in the order given, and round their sum."""
         values, narrow = out.view(self.dtype), self.dtype != torch.float32
-        total = torch.empty(values.shape, device=values.device) if narrow else values
+        total = torch.empty(values.shape, device=values.device, dtype=torch.float32) if narrow else values
         total.copy_(codes[0].view(self.dtype))
         for other in codes[1:]:
             total.add_(other.view(self.dtype))

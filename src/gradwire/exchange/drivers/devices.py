@@ -114,7 +114,7 @@ class HostDevice(Device):
         pass
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def copy_async(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
@@ -159,7 +159,7 @@ class CudaDevice(Device):
         tensor.record_stream(self._stream)
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True, device="cpu")
 
     def copy_async(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source, non_blocking=True)
@@ -219,7 +219,7 @@ class Verdict:
         flags = [holds for holds, _ in self._made]
         if isinstance(finite, torch.Tensor):
             flags.append(finite)
-        self._read = torch.zeros(0, dtype=torch.bool)
+        self._read = torch.zeros(0, dtype=torch.bool, device="cpu")
         if flags:
             together = torch.stack(flags)
             self._read = device.pinned(together)

@@ -156,7 +156,7 @@ def _receive(op: SendRecv, receiver: int, source: SendRecv) -> None:
 def _tell(op: AllToAll | AllGather, receiver: int, others: Sequence[AllToAll | AllGather]) -> None:
     if op.arrived is not None:
         told = [0 if other.lengths is None else int(other.lengths[receiver]) for other in others]
-        op.arrived.copy_(torch.tensor(told))
+        op.arrived.copy_(torch.tensor(told, device="cpu"))
 
 
 def _combine(op: str, total: torch.Tensor, value: torch.Tensor) -> None:

@@ -168,7 +168,7 @@ def all_gather_tables(
     own = _message(value, subject, group.rank, most_bytes, key)
     room = group.table_bytes
     told = torch.empty(len(ranks), 8 + room, dtype=torch.uint8, device=device)
-    begin = torch.cat([announce(torch.tensor([len(own)]))[0], _padded(own[:room], room)])
+    begin = torch.cat([announce(torch.tensor([len(own)], device="cpu"))[0], _padded(own[:room], room)])
     _gather(told, begin.to(device), group, wait)
     lengths = [_length(row[:8], rank, most_bytes) for row, rank in zip(told, ranks)]
     rows = told[:, 8:]
@@ -180,7 +180,7 @@ def all_gather_tables(
 
 
 def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
-    padded = torch.zeros(length, dtype=torch.uint8)
+    padded = torch.zeros(length, dtype=torch.uint8, device="cpu")
     padded[: len(part)] = part
     return padded
 
@@ -216,8 +216,8 @@ def broadcast_table(
     group = group_of(group)
     device, rank, key = group.device, group.ranks[source], _next_key(group)
     sends = group.place == source
-    own = _message(value, subject, rank, most_bytes, key) if sends else torch.empty(0, dtype=torch.uint8)
-    told = announce(torch.tensor([len(own)]))[0].to(device)
+    own = _message(value, subject, rank, most_bytes, key) if sends else torch.empty(0, dtype=torch.uint8, device="cpu")
+    told = announce(torch.tensor([len(own)], device="cpu"))[0].to(device)
     group.broadcast(told, source)
     length = _length(told, rank, most_bytes)
     row = own.to(device) if sends else torch.empty(length, dtype=torch.uint8, device=device)

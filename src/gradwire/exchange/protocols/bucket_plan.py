@@ -259,7 +259,8 @@ class SectionPlan(BucketPlan):
             codec = self._bind(operator, [p for p, _ in own], world_size)
             if self.setting.coder is not None:
                 codec.use_coder(self.setting.coder)
-            bound.append(Bound(codec, operator, Constant(torch.tensor([i for _, i in own], dtype=torch.int64))))
+            index = torch.tensor([i for _, i in own], dtype=torch.int64, device="cpu")
+            bound.append(Bound(codec, operator, Constant(index)))
         return BoundPart(bound, DenseCodec([p for p, _ in rest], world_size) if rest else None)
 
     def _shared_out(self, ours: Pieces, rest: Pieces) -> BoundChunk:

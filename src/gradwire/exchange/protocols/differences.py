@@ -70,7 +70,7 @@ def gathered_differences(
     level = CHANGED if changed else UNCHANGED
     if changed and not bool(torch.isfinite(own).all()):
         level = NOT_FINITE
-    worst = float((yield Reduce(torch.tensor([level]), "max"))[0])
+    worst = float((yield Reduce(torch.tensor([level], dtype=torch.float32, device="cpu"), "max"))[0])
     if worst == UNCHANGED and known.rows is not None:
         return known.rows
     known.sent = own.clone()
@@ -82,8 +82,8 @@ def gathered_differences(
         return exact
     numel = own.numel()
     codes = coders[rank].encode(own.float() - known.rows[rank], context.round)
-    message = torch.zeros(LENGTH_BYTES + coders[rank].most_bytes(numel), dtype=torch.uint8)
-    message[:LENGTH_BYTES] = torch.tensor([codes.numel()]).view(torch.uint8)
+    message = torch.zeros(LENGTH_BYTES + coders[rank].most_bytes(numel), dtype=torch.uint8, device="cpu")
+    message[:LENGTH_BYTES] = torch.tensor([codes.numel()], device="cpu").view(torch.uint8)
     message[LENGTH_BYTES : LENGTH_BYTES + codes.numel()] = codes
     rows = yield from gathered_values(context, TAG, message)
     for row, theirs, coder in zip(rows, known.rows, coders):

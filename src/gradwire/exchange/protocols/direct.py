@@ -40,7 +40,7 @@ def broadcast(
     head = header(context, layout, tag, context.exchange)
     row = context.workspace.get(f"broadcast {context.exchange}", 1, layout.row_bytes)
     # The largest length, until the root's arrives.
-    length = torch.tensor([layout.row_bytes]) if layout.variable else None
+    length = torch.tensor([layout.row_bytes], device="cpu") if layout.variable else None
     if bodies is not None:
         told = layout.write(row, head, [body.view(1, -1) for body in bodies], root, [EVERYONE])
         length = length if told is None else told
@@ -56,7 +56,7 @@ def broadcast_values(context: Context, tag: int, values: torch.Tensor, root: int
     size = values.numel() * values.element_size()
     body = None
     if context.rank == root and not values.is_meta:
-        body = torch.zeros(padded(size), dtype=torch.uint8)
+        body = torch.zeros(padded(size), dtype=torch.uint8, device="cpu")
         body[:size] = values.detach().contiguous().view(torch.uint8).reshape(-1)
     (part,) = yield from broadcast(context, tag, [Whole(padded(size))], None if body is None else [body], root)
     return part[:size].clone().view(values.dtype).reshape(values.shape)
@@ -79,7 +79,7 @@ def collected(
     layout = rows_of(context, packings, variable=True)
     head = header(context, layout, tag, context.exchange)
     send, room = (space.get(name, world, layout.row_bytes) for name in ("collect", "collected"))
-    lengths, arrived = torch.zeros(world, dtype=torch.int64), torch.zeros(world, dtype=torch.int64)
+    lengths, arrived = (torch.zeros(world, dtype=torch.int64, device="cpu") for _ in range(2))
     told = layout.write(send[root : root + 1], head, [b.view(1, -1) for b in bodies or ()], rank, [root])
     if rank != root and told is not None:
         lengths[root] = told[0]
@@ -98,7 +98,7 @@ def collected_values(context: Context, tag: int, values: torch.Tensor, root: int
     size = values.numel() * values.element_size()
     bodies = None
     if not values.is_meta:
-        bodies = [torch.zeros(padded(size), dtype=torch.uint8)]
+        bodies = [torch.zeros(padded(size), dtype=torch.uint8, device="cpu")]
         bodies[0][:size] = values.detach().contiguous().view(torch.uint8).reshape(-1)
     found = yield from collected(context, tag, [Whole(padded(size))], bodies, root)
     if found is None:
@@ -130,7 +130,7 @@ def alltoallv(
     """
     world, rank, space = context.world_size, context.rank, context.workspace
     send = space.get("rows", world, HEADER_BYTES + most_bytes)
-    lengths, arrived = torch.zeros(world, dtype=torch.int64), torch.zeros(world, dtype=torch.int64)
+    lengths, arrived = (torch.zeros(world, dtype=torch.int64, device="cpu") for _ in range(2))
     for to, body in enumerate(bodies):
         if body is None or to == rank:
             continue
@@ -195,11 +195,11 @@ def tell_neighbours(
     if not callable(bodies):
         lengths = layout.write(send, head, [body.view(1, -1) for body in bodies], rank, [EVERYONE])
     for move in moves:
-        arrived = torch.zeros(1, dtype=torch.int64) if layout.variable else None
+        arrived = torch.zeros(1, dtype=torch.int64, device="cpu") if layout.variable else None
         if callable(bodies) and move.to is not None:
             lengths = layout.write(send, head, [body.view(1, -1) for body in bodies(move.to)], rank, [move.to])
         if layout.variable and lengths is None:
-            lengths = torch.zeros(1, dtype=torch.int64)
+            lengths = torch.zeros(1, dtype=torch.int64, device="cpu")
         reply = yield SendRecv(send[0], room[0], move.to, move.source, lengths, arrived)
         if move.source is not None:
             receiver = EVERYONE if alike else rank

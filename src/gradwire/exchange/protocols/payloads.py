@@ -88,7 +88,7 @@ class SizedRows:
         self, rows: torch.Tensor, header: Header, bodies: Sequence[torch.Tensor], sender: int, receivers: Sequence[int]
     ) -> torch.Tensor | None:
         """Return the largest number of bytes of each row if it depends on data, else None."""
-        return torch.full((len(rows),), self.row_bytes) if self.variable else None
+        return torch.full((len(rows),), self.row_bytes, dtype=torch.int64, device="cpu") if self.variable else None
 
     def read(
         self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None, first: int = 0

@@ -98,7 +98,8 @@ def all_gather(context: Context, tag: int, sections: Sequence[Section], flat: to
     parts = zip(sections, layout.read(rows, head, EVERYONE, arrived))
     could_read = [section.codec.decode_rows(part, section.summary, flat) for section, part in parts]
     if any(codec.checked for codec in codecs):
-        failed = yield Reduce(torch.tensor([float(answer is False) for answer in could_read]), "max")
+        unread = [float(answer is False) for answer in could_read]
+        failed = yield Reduce(torch.tensor(unread, dtype=torch.float32, device="cpu"), "max")
         for codec, bad in zip(codecs, failed.tolist()):
             if isinstance(codec, CheckedCodec) and bad:
                 codec.spoil(flat)

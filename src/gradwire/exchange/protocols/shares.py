@@ -177,7 +177,7 @@ def _lost(finite: Flag | None, flat: torch.Tensor) -> torch.Tensor:
     """Return 0 for a finite shard, else 1, on the device of the gradient, also on a rank without a shard here."""
     if isinstance(finite, torch.Tensor):
         return finite.logical_not().to(torch.float32).view(1)
-    return torch.full((1,), float(not finite), device="cpu" if flat.is_meta else flat.device)
+    return torch.full((1,), float(not finite), device="cpu" if flat.is_meta else flat.device, dtype=torch.float32)
 
 
 def owned_means(

@@ -135,7 +135,9 @@ def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Te
         head = header(context, layout, tag, context.exchange + number)
         send = space.get("up", 1, layout.row_bytes)
         room = space.get("received", 1, layout.row_bytes)
-        lengths, arrived = (torch.zeros(1, dtype=torch.int64) if layout.variable else None for _ in range(2))
+        lengths, arrived = (
+            torch.zeros(1, dtype=torch.int64, device="cpu") if layout.variable else None for _ in range(2)
+        )
         if meeting.to is not None:
             lengths = layout.write(send, head, [body.view(1, -1) for body in have], rank, [EVERYONE])
         reply = yield SendRecv(send[0], room[0], meeting.to, meeting.source, lengths, arrived)

@@ -97,7 +97,7 @@ def gather_shards(
 def agree_on_finite(finite: Flag | None) -> Exchange[bool | None]:
     """Return whether all ranks' shards are finite; None if one was not checked."""
     level = {True: 0.0, None: 1.0, False: 2.0}
-    worst = yield Reduce(torch.tensor([level[known(finite)]]), "max")
+    worst = yield Reduce(torch.tensor([level[known(finite)]], dtype=torch.float32, device="cpu"), "max")
     return {found: answer for answer, found in level.items()}[float(worst[0])]
 
 

@@ -108,10 +108,10 @@ class VariableRows:
                 at += padded(count)
             table = row[HEADER_BYTES : HEADER_BYTES + self._table]
             table.zero_()
-            table[: 4 * len(lengths)] = torch.tensor(lengths, dtype=torch.int32).view(torch.uint8)
+            table[: 4 * len(lengths)] = torch.tensor(lengths, dtype=torch.int32, device="cpu").view(torch.uint8)
             seal_rows(row[None, :at], replace(header, body_bytes=at - HEADER_BYTES), sender, receivers[r : r + 1])
             used.append(at)
-        return torch.tensor(used, dtype=torch.int64)
+        return torch.tensor(used, dtype=torch.int64, device="cpu")
 
     def read(
         self, rows: torch.Tensor, header: Header, receiver: int, arrived: torch.Tensor | None = None, first: int = 0

@@ -59,7 +59,7 @@ def checked_values(
 
 
 def _heads(words: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(words, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+    return torch.tensor(words, dtype=torch.int64, device="cpu").pin_memory().to(device, non_blocking=True)
 
 
 def _difference(rows: torch.Tensor, dtype: torch.dtype, about: str, place: tuple[int, ...]) -> PayloadError:

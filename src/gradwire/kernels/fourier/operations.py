@@ -98,9 +98,9 @@ def _by_size(table: FourierTable) -> Iterator[tuple[int, torch.Tensor, torch.Ten
         offset, real, pair = (torch.from_numpy(column[blocks])[:, None] for column in begins)
         yield (
             size,
-            offset + torch.arange(size),
-            real + torch.arange(min(size, 2)),
-            pair + 2 * torch.arange(max(0, size // 2 - 1)),
+            offset + torch.arange(size, device="cpu"),
+            real + torch.arange(min(size, 2), device="cpu"),
+            pair + 2 * torch.arange(max(0, size // 2 - 1), device="cpu"),
         )
 
 

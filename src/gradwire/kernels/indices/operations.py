@@ -34,7 +34,7 @@ class IndexOperations(Front):
         """
         check_vector("index", index, torch.int32, index.numel())
         _check_numel(numel)
-        sums = torch.zeros(32, dtype=torch.int64)
+        sums = torch.zeros(32, dtype=torch.int64, device="cpu")
         family = self._serve("indices")
         if index.numel():
             family.gap_statistics(index, numel, sums)
@@ -57,7 +57,7 @@ class IndexOperations(Front):
         check_vector("out", out, torch.uint8, out.numel())
         _check_numel(numel)
         check_format(format, parameter)
-        written = torch.zeros(1, dtype=torch.int64)
+        written = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._serve("indices").encode_indices(index, numel, format, parameter, out, written)
         size = int(written)
         if size == GAPS_WRONG:
@@ -88,7 +88,7 @@ class IndexOperations(Front):
         if not 0 <= count <= numel:
             raise PayloadError(f"{count} positions below {numel} are announced, more than there are")
         check_vector("index", index, torch.int32, count)
-        valid = torch.ones(1, dtype=torch.bool)
+        valid = torch.ones(1, dtype=torch.bool, device="cpu")
         self._serve("indices").decode_indices(data, format, parameter, count, numel, index, valid)
         if not bool(valid):
             raise PayloadError(
@@ -111,7 +111,7 @@ class IndexOperations(Front):
         check_vector("flat", flat, torch.float32, flat.numel())
         check_vector("index", index, torch.int32, index.numel())
         check_vector("values", values, torch.float32, index.numel())
-        state = torch.zeros(2, dtype=torch.int64)
+        state = torch.zeros(2, dtype=torch.int64, device="cpu")
         family = self._serve("indices")
         if index.numel():
             family.add_at(flat, index, offset, values, weight, state)
@@ -148,7 +148,7 @@ def encode_indices(
         written[0] = TOO_WIDE
         return
     if format == "bitmap":
-        ones, lengths = index.long(), torch.tensor([numel])
+        ones, lengths = index.long(), torch.tensor([numel], device="cpu")
     else:
         # For each code, the place of its low bits and its number of bits.
         quotients = gaps >> parameter if format == "rice" else torch.zeros_like(gaps)
@@ -161,16 +161,16 @@ def encode_indices(
     if size > out.numel():
         written[0] = NO_ROOM
         return
-    bits = torch.zeros(8 * size, dtype=torch.int64)
+    bits = torch.zeros(8 * size, dtype=torch.int64, device="cpu")
     bits[ones] = 1
-    out[:size] = (bits.reshape(-1, 8) << torch.arange(8)).sum(1)
+    out[:size] = (bits.reshape(-1, 8) << torch.arange(8, device="cpu")).sum(1)
     written[0] = size
 
 
 def decode_indices(
     data: torch.Tensor, format: str, parameter: int, count: int, numel: int, index: torch.Tensor, valid: torch.Tensor
 ) -> None:
-    bits = (data[:, None].int() >> torch.arange(8) & 1).reshape(-1)
+    bits = (data[:, None].int() >> torch.arange(8, device="cpu") & 1).reshape(-1)
     if format == "bitmap":
         found, used = bits.nonzero()[:, 0].tolist(), numel
     else:
@@ -178,14 +178,14 @@ def decode_indices(
     fits = len(found) == count and -(-used // 8) == len(data) and not bool(bits[used:].any())
     valid[0] = fits and (count == 0 or found[-1] < numel)
     if bool(valid):
-        index.copy_(torch.tensor(found, dtype=torch.int32))
+        index.copy_(torch.tensor(found, dtype=torch.int32, device="cpu"))
 
 
 def add_at(
     flat: torch.Tensor, index: torch.Tensor, offset: int, values: torch.Tensor, weight: float, state: torch.Tensor
 ) -> None:
     """Add, and count in ``state`` products that are not finite, and places outside of ``flat``."""
-    places, products = index.long() + offset, values * torch.tensor(weight, dtype=torch.float32)
+    places, products = index.long() + offset, values * torch.tensor(weight, dtype=torch.float32, device="cpu")
     within = (places >= 0) & (places < len(flat))
     state[0], state[1] = (~torch.isfinite(products)).sum(), (~within).sum()
     flat.index_add_(0, places[within], products[within])
@@ -211,7 +211,7 @@ def _codes(bits: torch.Tensor, count: int, format: str, parameter: int) -> tuple
 
 
 def _gaps(index: torch.Tensor) -> torch.Tensor:
-    return torch.diff(index.long(), prepend=torch.tensor([-1])) - 1
+    return torch.diff(index.long(), prepend=torch.tensor([-1], device="cpu")) - 1
 
 
 def _ascends(index: torch.Tensor, gaps: torch.Tensor, numel: int) -> bool:

@@ -133,7 +133,8 @@ def lattice_mean(
     checks: torch.Tensor,
 ) -> None:  # fmt: skip
     where, colours = GroupIndex(table), layout.base
-    uniform, factor, total = where.uniform(round, stream), scale[where.segment, None], torch.zeros(())
+    uniform, factor = where.uniform(round, stream), scale[where.segment, None]
+    total = torch.zeros((), dtype=torch.float32, device="cpu")
     usable = torch.isfinite(factor)
     for number, (row, shift) in enumerate(zip(rows, shifts)):
         t, theta = _scaled(own, where, inverse, uniform, shift)

@@ -224,13 +224,14 @@ def _count(scaled: torch.Tensor, uniform: torch.Tensor, grid: Grid) -> torch.Ten
         scaled = scaled.abs()
     if grid.uniform:
         top = float(grid.steps)
-        t = scaled * torch.tensor(top / UNIT, dtype=torch.float32)
+        t = scaled * torch.tensor(top / UNIT, dtype=torch.float32, device="cpu")
         t = torch.where(t < top, t, top)
         low = t.trunc()
         return low.to(torch.int64) + (uniform < (t - low) * UNIT)
-    count = torch.zeros(scaled.shape, dtype=torch.int64)
-    for edge, gap in zip(grid.edge, grid.gap):
-        count += scaled > uniform * torch.tensor(gap) + torch.tensor(edge)
+    count = torch.zeros(scaled.shape, dtype=torch.int64, device="cpu")
+    edges, gaps = (torch.tensor(column, dtype=torch.float32, device="cpu") for column in (grid.edge, grid.gap))
+    for edge, gap in zip(edges, gaps):
+        count += scaled > uniform * gap + edge
     return count
 
 

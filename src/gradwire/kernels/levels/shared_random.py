@@ -66,7 +66,7 @@ class SharedRandomGrid:
         if len(t) != (self.base - 1) * self.integers + 1:
             raise HyperparameterError(f"{len(t)} points do not make {self.base} digits with {self.integers} integers")
         self.points = Grid.ordered((t / t[-1]).tolist())
-        self.inverse = inverse_scale(torch.tensor([t[-1]], dtype=torch.float32))
+        self.inverse = inverse_scale(torch.tensor([t[-1]], dtype=torch.float32, device="cpu"))
         by_digit = np.ascontiguousarray(self.values.T).reshape(-1)
         for array in (self.values, by_digit):
             array.flags.writeable = False

@@ -172,7 +172,7 @@ def multiply_right(x: torch.Tensor, table: MatrixTable, right: torch.Tensor, lef
         empty = -matrix.shape[1] % LANES
         blocks = pad(matrix, (0, empty)).view(len(matrix), -1, LANES)
         for vector, other in zip(p, pad(q, (0, empty)).view(len(q), -1, LANES)):
-            sums = torch.zeros(len(matrix), LANES)
+            sums = torch.zeros(len(matrix), LANES, dtype=torch.float32, device="cpu")
             for number, part in enumerate(other):
                 sums += blocks[:, number] * part
             while sums.shape[1] > 1:
@@ -202,7 +202,7 @@ def multiply_out(
         if weight is None:
             matrix.copy_(product)
         else:
-            matrix += product * torch.tensor(weight)
+            matrix += product * torch.tensor(weight, dtype=torch.float32, device="cpu")
 
 
 def orthonormalise(factors: torch.Tensor, table: MatrixTable, side: str, out: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ def orthonormalise(factors: torch.Tensor, table: MatrixTable, side: str, out: to
         for i in range(rank):
             size = _sum(q[i] * q[i]).sqrt()
             vanished = size <= VANISHED * before[i]
-            q[i] = torch.where(vanished, torch.zeros(()), q[i] / torch.where(vanished, torch.ones(()), size))
+            q[i] = torch.where(vanished, 0.0, q[i] / torch.where(vanished, 1.0, size))
             for other in q[i + 1 :]:
                 other -= q[i] * _sum(q[i] * other)
         out[of_matrix].copy_(q[:, :length].reshape(-1))

@@ -65,7 +65,7 @@ def integer_blocks(x: torch.Tensor) -> tuple[list[int], torch.Tensor] | None:
         The exponents (at least -104) and the integers, int64 ``[blocks, 4096]`` with zeros at the end; None if a
         value is not finite.
     """
-    blocks = torch.zeros(-(-x.numel() // BLOCK_SIZE) * BLOCK_SIZE)
+    blocks = torch.zeros(-(-x.numel() // BLOCK_SIZE) * BLOCK_SIZE, dtype=torch.float32, device="cpu")
     blocks[: x.numel()] = x
     blocks = blocks.reshape(-1, BLOCK_SIZE)
     if not x.numel():

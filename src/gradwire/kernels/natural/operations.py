@@ -65,17 +65,17 @@ def natural_encode(x: torch.Tensor, table: SegmentTable, round: int, stream: int
     bits = values.view(torch.int32).to(torch.int64) & 0x7FFFFFFF
     uniform = where.uniform(round, stream) >> 1
     exponent = torch.where(bits >= _INFINITY, 255, ((bits + uniform) >> 23).clamp(max=254))
-    out[: SIGN_BYTES * table.groups] = (torch.signbit(values).reshape(-1, 8) << torch.arange(8)).sum(1)
+    out[: SIGN_BYTES * table.groups] = (torch.signbit(values).reshape(-1, 8) << torch.arange(8, device="cpu")).sum(1)
     out[natural_sign_bytes(table.groups) :] = exponent.reshape(-1)
 
 
 def natural_mean(rows: torch.Tensor, table: SegmentTable, weight: float, x: torch.Tensor, accumulate: bool) -> None:
-    factor, total = torch.tensor(weight, dtype=torch.float32), torch.zeros(())
+    factor, total = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in (weight, 0.0))
     for number, row in enumerate(rows):
         exponent = row[natural_sign_bytes(table.groups) :].to(torch.int32)
         magnitude = (exponent << 23).view(torch.float32)
         signs = row[: SIGN_BYTES * table.groups].to(torch.int64)
-        minus = (signs[:, None] >> torch.arange(8) & 1).reshape(-1) == 1
+        minus = (signs[:, None] >> torch.arange(8, device="cpu") & 1).reshape(-1) == 1
         value = torch.where(minus, -magnitude, magnitude) * factor
         value = torch.where(exponent == 255, torch.inf, value)
         total = value if number == 0 else total + value

@@ -121,10 +121,11 @@ def packed_bytes(values: int, world_size: int) -> int:
 
 def pack_digits(values: torch.Tensor, layout: DigitLayout, out: torch.Tensor) -> None:
     """Pack int64 values in ``[0, base)`` into bytes; see :class:`DigitLayout`."""
-    padded = torch.full((layout.blocks(values.numel()) * layout.values_per_block,), layout.base // 2)
+    length = layout.blocks(values.numel()) * layout.values_per_block
+    padded = torch.full((length,), layout.base // 2, dtype=torch.int64, device="cpu")
     padded[: values.numel()] = values
     words = (padded.reshape(-1, layout.digits, LANES) * _powers(layout)).sum(1)
-    octets = words.reshape(-1, 1) >> (8 * torch.arange(layout.word_bytes)) & 255
+    octets = words.reshape(-1, 1) >> (8 * torch.arange(layout.word_bytes, device="cpu")) & 255
     out.copy_(octets.reshape(-1))
 
 
@@ -135,7 +136,7 @@ def unpack_digits(words: torch.Tensor, layout: DigitLayout, groups: int, clamp: 
     to that.
     """
     octets = words.to(torch.int64).reshape(-1, layout.word_bytes)
-    integers = (octets << (8 * torch.arange(layout.word_bytes))).sum(1)
+    integers = (octets << (8 * torch.arange(layout.word_bytes, device="cpu"))).sum(1)
     quotient = integers.reshape(-1, 1, LANES) // _powers(layout)
     digits = torch.cat([quotient[:, :-1] % layout.base, quotient[:, -1:]], dim=1).reshape(-1)
     digits = digits[: GROUP_SIZE * groups].reshape(groups, GROUP_SIZE)
@@ -143,4 +144,4 @@ def unpack_digits(words: torch.Tensor, layout: DigitLayout, groups: int, clamp: 
 
 
 def _powers(layout: DigitLayout) -> torch.Tensor:
-    return torch.tensor([layout.base**p for p in range(layout.digits)])[:, None]
+    return torch.tensor([layout.base**p for p in range(layout.digits)], device="cpu")[:, None]

@@ -76,7 +76,7 @@ class PatchOperations(Front):
     def word_sum(self, data: torch.Tensor, first_word: int = 0) -> int:
         """Return the sum of words of ``data`` (uint8), whose first word has the number ``first_word``."""
         check_vector("data", data, torch.uint8, data.numel())
-        total = torch.zeros(1, dtype=torch.int64)
+        total = torch.zeros(1, dtype=torch.int64, device="cpu")
         family = self._serve("patches")
         if data.numel():
             family.word_sum(data, first_word, total)
@@ -130,7 +130,7 @@ class PatchOperations(Front):
             check_vector(name, array, torch.uint8, array.numel())
         if min(cursor.tolist()[:3]) < 0:
             raise HyperparameterError(f"cursor {cursor.tolist()}: places are not negative")
-        fault = torch.zeros(1, dtype=torch.int64)
+        fault = torch.zeros(1, dtype=torch.int64, device="cpu")
         family = self._serve("patches")
         if blocks:
             family.apply_changes(
@@ -174,7 +174,7 @@ def find_changes(
         inverted = 2 * len(index) > numel
         listed = np.flatnonzero(before == after) if inverted else index
         form, size = _pack(listed, numel, positions[at_position:])
-        rows[number] = torch.tensor([form + (INVERTED if inverted else 0), len(index), size])
+        rows[number] = torch.tensor([form + (INVERTED if inverted else 0), len(index), size], device="cpu")
         at_position += size
         for place in index.tolist():
             distance = _distance(int(before[place]), int(after[place]), 8 * width, floating)
@@ -190,7 +190,7 @@ def find_changes(
             at_symbol += 1
     if advance:
         old.copy_(new)
-    cursor[:4] = torch.tensor([at_symbol, at_position, at_bit, _signed(change)])
+    cursor[:4] = torch.tensor([at_symbol, at_position, at_bit, _signed(change)], device="cpu")
 
 
 def apply_changes(
@@ -242,7 +242,7 @@ def apply_changes(
         total += before if mode == CHECK else 0
     if mode in (WRITE, WRITE_CHECKED):
         base.copy_(result)
-    cursor.copy_(torch.tensor([at_symbol, at_position, at_bit, _signed(change), _signed(total)]))
+    cursor.copy_(torch.tensor([at_symbol, at_position, at_bit, _signed(change), _signed(total)], device="cpu"))
 
 
 def _signed(value: int) -> int:
@@ -299,7 +299,7 @@ def _pack(listed: npt.NDArray[np.int64], numel: int, out: torch.Tensor) -> tuple
         packed = _pack_rice(gaps, form)
         out[: len(packed)] = torch.from_numpy(packed)
         return form, len(packed)
-    written = torch.zeros(1, dtype=torch.int64)
+    written = torch.zeros(1, dtype=torch.int64, device="cpu")
     name, parameter = ("bitmap", 0) if form == BITMAP else ("width", bits)
     encode_indices(torch.from_numpy(listed.astype(np.int32)), numel, name, parameter, out[:size], written)
     return form, int(written)
@@ -336,7 +336,7 @@ def _unpack(form: int, data: torch.Tensor, count: int, numel: int) -> list[int] 
     elif form < BITMAP:
         index = _unpack_rice(data.numpy(), form, listed, numel)
     else:
-        found, valid = torch.zeros(listed, dtype=torch.int32), torch.tensor([False])
+        found, valid = torch.zeros(listed, dtype=torch.int32, device="cpu"), torch.tensor([False], device="cpu")
         decode_indices(data, "bitmap" if form == BITMAP else "width", max(0, form - WIDTH), listed, numel, found, valid)
         index = found.numpy() if bool(valid) else None
     if index is None or not inverted:

@@ -93,7 +93,7 @@ class RotationOperations(Front):
         check_vector("out", out, torch.uint8, packed_groups(_groups(table), layout))
         _check_grid(grid, layout)
         check_draw(round, stream)
-        kept, family = torch.zeros(table.blocks, device=x.device), self._serve("rotation")
+        kept, family = torch.zeros(table.blocks, device=x.device, dtype=torch.float32), self._serve("rotation")
         if table.blocks:
             family.encode_rotated(x.detach(), table, factor.detach(), grid, layout, round, stream, out, kept)
         return kept
@@ -164,20 +164,21 @@ def encode_rotated(
     x: torch.Tensor, table: RotationTable, factor: torch.Tensor, grid: Grid, layout: DigitLayout, round: int,
     stream: int, out: torch.Tensor, kept: torch.Tensor,
 ) -> None:  # fmt: skip
-    z = torch.empty(table.coordinates)
+    z = torch.empty(table.coordinates, dtype=torch.float32, device="cpu")
     rotate(x, table, factor, round, stream, z)
     magnitude = z.abs()
-    count = torch.zeros(z.shape, dtype=torch.int64)
-    for edge in grid.edge:
-        count += magnitude * torch.tensor(UNIT, dtype=torch.float32) > torch.tensor(edge)
+    count = torch.zeros(z.shape, dtype=torch.int64, device="cpu")
+    scaled = magnitude * torch.tensor(UNIT, dtype=torch.float32, device="cpu")
+    for edge in torch.tensor(grid.edge, dtype=torch.float32, device="cpu"):
+        count += scaled > edge
     digits = torch.where(torch.signbit(z), grid.negative - count, grid.positive + count)
     groups = -(-len(z) // GROUP_SIZE)
-    whole = torch.full((GROUP_SIZE * groups,), layout.base // 2)
+    whole = torch.full((GROUP_SIZE * groups,), layout.base // 2, dtype=torch.int64, device="cpu")
     whole[: len(z)] = digits
     pack_digits(whole, layout, out)
     products = magnitude * torch.from_numpy(grid.values.copy())[grid.positive + count]
     for _, blocks, place in _by_size(table):
-        total = torch.zeros(len(blocks), LANES)
+        total = torch.zeros(len(blocks), LANES, dtype=torch.float32, device="cpu")
         for row in products[place].reshape(len(blocks), -1, LANES).unbind(1):
             total = total + row
         while total.shape[1] > 1:
@@ -199,7 +200,7 @@ def _by_size(table: RotationTable) -> list[tuple[int, torch.Tensor, torch.Tensor
     found = []
     for size in np.unique(table.sizes).tolist():
         blocks = torch.from_numpy(np.flatnonzero(table.sizes == size))
-        place = torch.from_numpy(table.place[:-1].copy())[blocks, None] + torch.arange(size)
+        place = torch.from_numpy(table.place[:-1].copy())[blocks, None] + torch.arange(size, device="cpu")
         found.append((size, blocks, place))
     return found
 
@@ -207,7 +208,7 @@ def _by_size(table: RotationTable) -> list[tuple[int, torch.Tensor, torch.Tensor
 def _elements(table: RotationTable, size: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for blocks of one size, the index in the vector of each element, and a mask of existing elements."""
     offset, numel = (torch.from_numpy(c.copy())[blocks, None] for c in (table.columns.offset, table.columns.numel))
-    within = torch.arange(size).expand(len(blocks), size)
+    within = torch.arange(size, device="cpu").expand(len(blocks), size)
     return offset + torch.minimum(within, numel - 1), within < numel
 
 
@@ -217,8 +218,8 @@ def _flip(
     """Change signs at random."""
     start = torch.from_numpy(table.columns.start.copy())[blocks, None]
     key = torch.from_numpy(table.columns.key.astype(np.int64))[blocks]
-    element = start + torch.arange(size)
-    low, high, last = (torch.tensor(word & 0xFFFFFFFF) for word in (round, round >> 32, stream))
+    element = start + torch.arange(size, device="cpu")
+    low, high, last = (torch.tensor(word & 0xFFFFFFFF, device="cpu") for word in (round, round >> 32, stream))
     block = (16 * (element // 2048) + element % 16) & 0xFFFFFFFF
     words = torch.stack(philox((block, low, high, last), (key[:, :1], key[:, 1:])))
     word = words.gather(0, (element // 512 % 4)[None])[0]

@@ -142,7 +142,7 @@ def encode_rotated(
     x: torch.Tensor, table: RotationTable, factor: torch.Tensor, grid: Grid, layout: DigitLayout, round: int,
     stream: int, out: torch.Tensor, kept: torch.Tensor,
 ) -> None:  # fmt: skip
-    z = torch.empty(table.coordinates, device=x.device)
+    z = torch.empty(table.coordinates, device=x.device, dtype=torch.float32)
     rotate(x, table, factor, round, stream, z)
     padded, levels = cdiv(table.coordinates, GROUP_SIZE) * GROUP_SIZE, levels_of(grid, x.device)
     digits = torch.empty(padded, dtype=torch.uint16, device=x.device)
@@ -153,7 +153,7 @@ def encode_rotated(
         TILE=tile(_ELEMENTS),
     )  # fmt: skip
     pack_digits(digits, layout, out)
-    sums = torch.empty((table.blocks, LANES), device=x.device)
+    sums = torch.empty((table.blocks, LANES), device=x.device, dtype=torch.float32)
     for size, block, _, place, *_ in rotated_blocks_of(table, x.device):
         number = len(block)
         launch(_lanes, cdiv(number, tile(_BLOCKS)), z, block, place, number, sums, SIZE=size, TILE=tile(_BLOCKS))
@@ -180,7 +180,7 @@ def decode_rotated(
     words: torch.Tensor, table: RotationTable, scale: torch.Tensor, grid: Grid, layout: DigitLayout, round: int,
     stream: int, x: torch.Tensor, accumulate: bool,
 ) -> None:  # fmt: skip
-    z, size = torch.empty(table.coordinates, device=x.device), tile(_ELEMENTS // LANES)
+    z, size = torch.empty(table.coordinates, device=x.device, dtype=torch.float32), tile(_ELEMENTS // LANES)
     launch(
         _levels, cdiv(cdiv(table.coordinates, LANES), size), words, powers_of(layout, x.device),
         levels_of(grid, x.device).values, table.coordinates, z,

@@ -91,7 +91,7 @@ class SelectionOperations(Front):
         if bool((limit < 0).any()):
             raise HyperparameterError(f"limit holds {int(limit.min())}: it must not be negative")
         check_vector("index", index, torch.int32, int(limit.sum()))
-        found = torch.zeros(len(table), dtype=torch.int64)
+        found = torch.zeros(len(table), dtype=torch.int64, device="cpu")
         family = self._serve("selection")
         if table.groups:
             # Without the sign of -0.0, which backends would read as a bit of the magnitude.
@@ -116,8 +116,8 @@ class SelectionOperations(Front):
         check_vector("base", base, torch.float64, len(table))
         if not bool((threshold >= 0).all()):
             raise HyperparameterError(f"threshold is {threshold.tolist()}: magnitudes of at least zero are needed")
-        sums = torch.zeros(2, len(table), dtype=torch.float64)
-        out = Excess(torch.zeros(len(table), dtype=torch.int64), *sums)
+        sums = torch.zeros(2, len(table), dtype=torch.float64, device="cpu")
+        out = Excess(torch.zeros(len(table), dtype=torch.int64, device="cpu"), *sums)
         self._serve("selection").excess_sums(x.detach(), table, threshold.detach().abs(), base, out)
         return out
 

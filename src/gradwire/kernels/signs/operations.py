@@ -174,7 +174,7 @@ def _check_bits(rows: torch.Tensor, length: int) -> None:
         raise HyperparameterError(f"{rows.shape[0]} rows are outside 1..{MAX_WORLD_SIZE}")
 
 
-_POWERS = 2 ** torch.arange(8)
+_POWERS = 2 ** torch.arange(8, device="cpu")
 
 
 def finite(x: torch.Tensor, table: SegmentTable, out: torch.Tensor) -> None:
@@ -224,4 +224,4 @@ def _sums(x: torch.Tensor) -> tuple[float, float, int]:
 
 def _bits(rows: torch.Tensor) -> torch.Tensor:
     """Unpack bytes ``[..., m]`` to bits, int64 ``[..., 8 m]``."""
-    return (rows.to(torch.int64)[..., None] >> torch.arange(8) & 1).flatten(-2)
+    return (rows.to(torch.int64)[..., None] >> torch.arange(8, device="cpu") & 1).flatten(-2)

@@ -100,4 +100,4 @@ def _hashes(where: GroupIndex, row: int, columns: int, stream: int) -> tuple[tor
     """Return each element's column, int64 ``[G, 80]``, and its sign, float32."""
     words = where.uniform(row, stream)
     column = (words % (1 << COLUMN_BITS)) * columns >> COLUMN_BITS
-    return column, 1.0 - 2.0 * (words >> COLUMN_BITS)
+    return column, 1.0 - 2.0 * (words >> COLUMN_BITS).to(torch.float32)

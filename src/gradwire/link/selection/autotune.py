@@ -252,9 +252,9 @@ class Autotuner:
     def state(self) -> dict[str, torch.Tensor]:
         """Return the choice as tensors: its index in the list, -1 before there is one, and its spec as text."""
         if self.choice is None:
-            return {"choice": torch.tensor(-1)}
-        spec = torch.tensor(list(self.choice.encode()), dtype=torch.uint8)
-        return {"choice": torch.tensor(list(self._planners).index(self.choice)), "choice_spec": spec}
+            return {"choice": torch.tensor(-1, device="cpu")}
+        spec = torch.tensor(list(self.choice.encode()), dtype=torch.uint8, device="cpu")
+        return {"choice": torch.tensor(list(self._planners).index(self.choice), device="cpu"), "choice_spec": spec}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the choice of a checkpoint; if it has none, the trial goes on.

@@ -184,7 +184,7 @@ class Fallback:
 
 
 def _doubles(values: Sequence[object]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _plain(options: Options) -> Options:

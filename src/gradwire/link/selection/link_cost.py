@@ -61,7 +61,8 @@ class CostKeeper:
         """Return the measured cost for a checkpoint: seconds per message and bytes per second, float64 ``[2]``."""
         if not self._open or self.value is None:
             return {}
-        return {LINK_COST_STATE: torch.tensor([self.value.message_s, self.value.bytes_per_s], dtype=torch.float64)}
+        fitted = [self.value.message_s, self.value.bytes_per_s]
+        return {LINK_COST_STATE: torch.tensor(fitted, dtype=torch.float64, device="cpu")}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a state of :meth:`state`; without a cost in it, the measured one is kept.
@@ -147,7 +148,7 @@ class CoderSelection:
         if not self._planners:
             return {}
         chosen = {spec: planner.coder for spec, planner in self._planners.items()}
-        return {CODER_STATE: torch.tensor(list(json.dumps(chosen).encode()), dtype=torch.uint8)}
+        return {CODER_STATE: torch.tensor(list(json.dumps(chosen).encode()), dtype=torch.uint8, device="cpu")}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load the choice of a checkpoint; for methods without one there, the measured choice is kept.

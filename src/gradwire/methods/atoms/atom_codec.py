@@ -32,7 +32,7 @@ def kept_magnitude(largest: torch.Tensor, total: float, budget: float) -> float:
     Returns:
         c, or 0 if no more than ``budget`` atoms are non-zero, all of which are then kept.
     """
-    left = budget - torch.arange(len(largest), dtype=torch.float64)
+    left = budget - torch.arange(len(largest), dtype=torch.float64, device="cpu")
     tails = total - (largest.cumsum(0) - largest)
     keeps = (largest * left >= tails) & (left > 0)
     sure = int(keeps.cumprod(0).sum())
@@ -82,22 +82,22 @@ class AtomCodec(SparseCodec):
             (self._all.cumsum(0) - self._all).to(torch.int32),
             torch.from_numpy(drawn.offset.copy()),
         )
-        self._trits = torch.empty(GROUP_BYTES * drawn.groups, dtype=torch.uint8)
+        self._trits = torch.empty(GROUP_BYTES * drawn.groups, dtype=torch.uint8, device="cpu")
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
         number, sizes = len(self.drawn), self.sizes(flat)
         scale, factor = self.magnitudes(sizes, draw)
-        limit = torch.full((number,), torch.inf)
+        limit = torch.full((number,), torch.inf, dtype=torch.float32, device="cpu")
         inverse = inverse_scale(scale)
         groups = self.drawn.groups
         self.kernels.ternary_encode(sizes, self.drawn, limit, inverse, draw.round, draw.stream, 0, groups, self._trits)
         # Parameters have no gaps between them, so that every element is written.
-        trits = torch.empty(self.drawn.extent)
-        self.kernels.decode(self._trits, 1, self.drawn, torch.ones(number), 0, groups, trits)
+        trits = torch.empty(self.drawn.extent, dtype=torch.float32, device="cpu")
+        self.kernels.decode(self._trits, 1, self.drawn, torch.ones_like(limit), 0, groups, trits)
         # Values that are not finite are kept, and so is all of a parameter that fits the budget.
         if bool(torch.isinf(scale).any()):
             trits[~torch.isfinite(sizes[: len(trits)])] = torch.inf
-        threshold = torch.full((number,), 0.5)
+        threshold = torch.full((number,), 0.5, dtype=torch.float32, device="cpu")
         for i in torch.nonzero(scale == 0).flatten().tolist():
             a, n = int(self.drawn.offset[i]), int(self.drawn.numel[i])
             trits[a : a + n] = sizes[a : a + n]
@@ -126,15 +126,16 @@ class AtomCodec(SparseCodec):
         moments, sums = self.kernels.moments(sizes, self.drawn), self.kernels.sign_sums(sizes, self.drawn)
         total = sums.above + sums.below
         budget = [self.budget(n) for n in self.drawn.numel.tolist()]
-        most = torch.tensor([min(n, int(b)) for n, b in zip(self.drawn.numel.tolist(), budget)], dtype=torch.int64)
-        index = torch.empty(int(most.sum()), dtype=torch.int32)
+        fewest = [min(n, int(b)) for n, b in zip(self.drawn.numel.tolist(), budget)]
+        most = torch.tensor(fewest, dtype=torch.int64, device="cpu")
+        index = torch.empty(int(most.sum()), dtype=torch.int32, device="cpu")
         self.kernels.select_largest(sizes, self.drawn, most, index)
         found = []
         for part, at, whole, b in zip(index.split(most.tolist()), self.drawn.offset.tolist(), total.tolist(), budget):
             largest = sizes[at + part.long()].abs().double().sort(descending=True).values
             c = kept_magnitude(largest, whole, b)
             found.append(c if c == 0 else max(c, SMALLEST_SCALE))
-        scale = torch.tensor(found, dtype=torch.float64).to(torch.float32)
+        scale = torch.tensor(found, dtype=torch.float64, device="cpu").to(torch.float32)
         return torch.where(torch.isfinite(moments.max_abs), scale, torch.inf), torch.ones_like(scale)
 
     def budget(self, units: int) -> float:

@@ -34,7 +34,8 @@ class AdaptiveAtomCodec(AtomElementCodec):
 
     def magnitudes(self, sizes: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
         moments, sums = self.kernels.moments(sizes, self.drawn), self.kernels.sign_sums(sizes, self.drawn)
-        scale, factor = torch.zeros(len(self.drawn)), torch.ones(len(self.drawn))
+        scale = torch.zeros(len(self.drawn), dtype=torch.float32, device="cpu")
+        factor = torch.ones_like(scale)
         cost = self.cost.on(draw.link)
         for i, (at, n) in enumerate(zip(self.drawn.offset.tolist(), self.drawn.numel.tolist())):
             if not bool(torch.isfinite(moments.max_abs[i])):

@@ -61,15 +61,16 @@ class FourierAtomCodec(AtomCodec):
         )
         super().__init__(kernels, units, world_size, drawn=drawn, density=density, values=CastValues(torch.float32))
         self._elements = sign_table(segments)
-        self._weights = torch.cat([_weights(s.numel, block_size) for s in segments] or [torch.empty(0)])
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._weights = torch.cat([_weights(s.numel, block_size) for s in segments] or [nothing])
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        z = torch.empty(self.waves.coordinates)
+        z = torch.empty(self.waves.coordinates, dtype=torch.float32, device="cpu")
         self.kernels.fourier(flat, self.waves, z)
         super().encode(z, summary, draw, out)
 
     def sizes(self, flat: torch.Tensor) -> torch.Tensor:
-        found, at = torch.empty(len(self._weights)), 0
+        found, at = torch.empty(len(self._weights), dtype=torch.float32, device="cpu"), 0
         for real, pairs in zip(self.table.segments[::2], self.table.segments[1::2]):
             torch.abs(flat[real.offset : real.offset + real.numel], out=found[at : at + real.numel])
             at += real.numel
@@ -81,12 +82,12 @@ class FourierAtomCodec(AtomCodec):
         return found.mul_(self._weights)
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        z = torch.empty(self.waves.coordinates)
+        z = torch.empty(self.waves.coordinates, dtype=torch.float32, device="cpu")
         super().decode_rows(rows, summary, z)
         self.kernels.inverse_fourier(z, self.waves, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        z = torch.zeros(self.waves.coordinates)
+        z = torch.zeros(self.waves.coordinates, dtype=torch.float32, device="cpu")
         super().add_own(data, summary, weight, z)
         self.kernels.inverse_fourier(z, self.waves, flat, accumulate=True)
 

@@ -106,7 +106,7 @@ class SingularCodec(Codec):
                 at += size
         out[: self._begin].zero_()
         out[:4].view(torch.int32).fill_(at)
-        numbers = torch.tensor(counts, dtype=torch.int32).to(torch.uint16)
+        numbers = torch.tensor(counts, dtype=torch.int32, device="cpu").to(torch.uint16)
         out[4 : 4 + 2 * len(counts)].copy_(numbers.view(torch.uint8))
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
@@ -154,7 +154,7 @@ class Pairs:
     def __init__(self, matrix: torch.Tensor) -> None:
         if len(matrix) == 1:
             # Exact, without a library: the number one, and the row.
-            self._left, self.sizes, self._right = torch.ones(1, 1), torch.ones(1), matrix
+            self._left, self.sizes, self._right = matrix.new_ones(1, 1), matrix.new_ones(1), matrix
         else:
             self._left, self.sizes, self._right = torch.linalg.svd(matrix, full_matrices=False)
 
@@ -201,8 +201,8 @@ class PairsAndRows:
     def vectors(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return left and right vectors of some atoms, in rows; those of a row are e_i and R_i over its norm."""
         pairs, rows = kept[kept < self._pairs], kept[kept >= self._pairs] - self._pairs
-        units = torch.zeros(len(rows), self._left.shape[1])
-        units[torch.arange(len(rows)), rows] = 1.0
+        units = torch.zeros(len(rows), self._left.shape[1], dtype=torch.float32, device="cpu")
+        units[torch.arange(len(rows), device="cpu"), rows] = 1.0
         left = torch.cat([self._left[pairs], units])
         right = torch.cat([self._right[pairs], self._rest[rows] / self.sizes[self._pairs + rows][:, None]])
         return (right, left) if self._turned else (left, right)
@@ -211,15 +211,15 @@ class PairsAndRows:
 def _start(numel: int, pairs: int, key: tuple[int, int]) -> torch.Tensor:
     """Return normal numbers ``[numel, pairs]`` that depend on a parameter's key alone."""
     generator = torch.Generator().manual_seed(key[0] << 31 ^ key[1])
-    return torch.randn(numel, pairs, generator=generator)
+    return torch.randn(numel, pairs, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _drawn(count: int, key: tuple[int, int], draw: Draw) -> torch.Tensor:
     """Return a 24-bit uniform integer for each atom."""
-    groups = torch.arange(-(-count // 80))
-    return uniform_integers(groups, torch.tensor(key).expand(len(groups), 2), draw.round, draw.stream).reshape(-1)[
-        :count
-    ]
+    groups = torch.arange(-(-count // 80), device="cpu")
+    return uniform_integers(
+        groups, torch.tensor(key, device="cpu").expand(len(groups), 2), draw.round, draw.stream
+    ).reshape(-1)[:count]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ class CastCodec(Codec):
         self.runs, self.dtype, self.width = joined_runs(segments), dtype, dtype.itemsize
         self.numel = sum(count for _, count in self.runs)
         self.units = -(-self.numel // ALIGNMENT)
-        self.weight = torch.tensor(1.0 / world_size, dtype=torch.float32)
+        self.weight = torch.tensor(1.0 / world_size, dtype=torch.float32, device="cpu")
 
     def use_coder(self, coder: Coder) -> None:
         self.coder = coder

@@ -148,7 +148,7 @@ class _Estimates(WrappedPlan):
         self._dtype = dtype
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
-        context.memory.stage_value(WORKERS, torch.tensor(context.world_size))
+        context.memory.stage_value(WORKERS, torch.tensor(context.world_size, device="cpu"))
         self._keep(context, "shift", flat, self.all_runs, replicated=False)
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:

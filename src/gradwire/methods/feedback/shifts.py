@@ -101,7 +101,7 @@ class _Differences(WrappedPlan):
             # From a checkpoint: h is no longer the mean of the remaining h_i, and would never become it again.
             memory.forget("shift")
             memory.forget("mean_shift")
-        memory.stage_value(WORKERS, torch.tensor(context.world_size))
+        memory.stage_value(WORKERS, torch.tensor(context.world_size, device="cpu"))
         reference, _ = self._pair(context, "shift", replicated=False)
         for a, b in self.all_runs:
             self._kernels.subtract_shift(flat[a:b], reference[a:b], context.loss_scale)

@@ -139,7 +139,7 @@ def _unsuitable(inner: Method) -> str | None:
     codec: Codec = inner.codec(get_kernels("reference"), [segment], 1, 0)
     if isinstance(codec, CheckedCodec):
         return "is decoded by a vector that is near it, which a neighbour has not"
-    if codec.summarise(torch.zeros(160)).shared is not None:
+    if codec.summarise(torch.zeros(160, dtype=torch.float32, device="cpu")).shared is not None:
         return "has a scale that all workers share"
     return None
 
@@ -153,7 +153,7 @@ class _DifferencePlan(GossipPlan):
         self._ours, dense = divide(setting.segments)
         self.runs = [join((s.offset, s.offset + s.numel) for s in self._ours)]
         self._rest, self._all = Mixing(dense), Mixing([s for s in setting.segments if s.numel])
-        self._every_segment = Constant(torch.arange(len(self._ours)))
+        self._every_segment = Constant(torch.arange(len(self._ours), device="cpu"))
         self._codecs: dict[int, Codec] = {}
 
     def run(self, context: Context, flat: torch.Tensor, prepared: None) -> Exchange[Outcome]:

@@ -131,7 +131,7 @@ class GossipPlan(BucketPlan):
         """Return whether the state belongs to this graph and its workers; from the next round on it does."""
         memory, mine = context.memory, self.graph.digest()
         before = memory.value(GRAPH)
-        memory.stage_value(GRAPH, torch.tensor(mine))
+        memory.stage_value(GRAPH, torch.tensor(mine, device="cpu"))
         if before is not None and int(before) != mine:
             context.warn(GRAPH, "what was remembered is of another graph, or of other workers: it begins anew")
         return before is not None and int(before) == mine

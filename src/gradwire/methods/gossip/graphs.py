@@ -133,7 +133,7 @@ class MixingMatrix:
 
     def __init__(self, weights: Mapping[tuple[int, int], float], workers: int, source: str) -> None:
         self.workers, self._edges = workers, dict(weights)
-        found = torch.zeros(workers, workers, dtype=torch.float64)
+        found = torch.zeros(workers, workers, dtype=torch.float64, device="cpu")
         for (low, high), weight in sorted(weights.items()):
             found[low, high] = found[high, low] = weight
         own = 1 - found.sum(1)

@@ -112,7 +112,7 @@ class SenderRounds:
             replies.append(_sent(op, reply))
         lengths = [torch.frombuffer(bytearray(_LENGTH.pack(len(part))), dtype=torch.uint8) for part in replies]
         pieces = [piece for pair in zip(lengths, replies) for piece in pair]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8), flat
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device="cpu"), flat
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
         """Return the outcome of the sender's round (float32 ``[numel]``); the state changes with :meth:`commit`.
@@ -120,7 +120,7 @@ class SenderRounds:
         Raises:
             PayloadError: the bytes are not those of a round of such a vector.
         """
-        flat, at, reply = torch.zeros(self._numel), 0, None
+        flat, at, reply = torch.zeros(self._numel, dtype=torch.float32, device="cpu"), 0, None
         self._memory.sits_out = True
         exchange = self._round(flat)
         while (op := _next(exchange, reply)) is not None:

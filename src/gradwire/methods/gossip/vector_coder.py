@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STREAM = 0
 """Codecs decode the first row as rank 0's."""
 
-_ONLY = Constant(torch.zeros(1, dtype=torch.int64))
+_ONLY = Constant(torch.zeros(1, dtype=torch.int64, device="cpu"))
 """Index of the only segment."""
 
 
@@ -64,7 +64,7 @@ class VectorCoder:
     def encode(self, values: torch.Tensor, round: int) -> torch.Tensor:
         """Return the bytes of a vector, float32 ``[numel]``."""
         if not len(values):
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         codec, values = self._codec(len(values)), values.contiguous()
         summary = codec.summarise(values)
         if summary.shared is not None:
@@ -73,9 +73,9 @@ class VectorCoder:
                 "have: use an operator with scales of its own, such as QSGDinf()"
             )
         packing = codec.packing(codec.units)
-        body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
+        body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8, device="cpu")
         codec.encode(values, summary.select(_ONLY, None), Draw(round, STREAM), body)
-        out = torch.zeros(packing.bound, dtype=torch.uint8)
+        out = torch.zeros(packing.bound, dtype=torch.uint8, device="cpu")
         return out[: packing.pack(body, out)]
 
     def decode(self, data: torch.Tensor, numel: int, round: int) -> torch.Tensor:
@@ -84,11 +84,11 @@ class VectorCoder:
         Raises:
             PayloadError: the bytes do not encode a vector of that length.
         """
-        values = torch.zeros(numel)
+        values = torch.zeros(numel, dtype=torch.float32, device="cpu")
         if not numel:
             return values
         codec = self._codec(numel)
-        body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
+        body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8, device="cpu")
         codec.packing(codec.units).unpack(data, body)
         summary = codec.summarise(values).select(_ONLY, None)
         codec.decode_rows(body[None], codec.remember(summary, values, Draw(round, STREAM), False), values)

@@ -89,7 +89,7 @@ class LatticeCodec(CheckedCodec):
         )  # fmt: skip
         if self.checked:
             out[: self.side_bytes].copy_(
-                torch.tensor(list(int(check).to_bytes(ALIGNMENT, "little")), dtype=torch.uint8)
+                torch.tensor(list(int(check).to_bytes(ALIGNMENT, "little")), dtype=torch.uint8, device="cpu")
             )
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> bool | None:
@@ -97,7 +97,7 @@ class LatticeCodec(CheckedCodec):
         if ours.draw is None:
             raise TypeError("a lattice codec cannot decode before it has encoded")
         side, inverse = self._sides(ours)
-        scale = side * torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        scale = side * torch.tensor(1.0 / self.world_size, dtype=torch.float32, device="cpu")
         found = self.kernels.lattice_mean(
             rows[:, self.side_bytes :], self.table, inverse, scale, self.colours, ours.draw.round, SHARED,
             self.shifts, flat, flat,
@@ -128,7 +128,7 @@ class LatticeCodec(CheckedCodec):
         if ours.own is None or ours.draw is None:
             raise TypeError("a lattice codec cannot tell what it sent unless the vector was remembered")
         side, inverse = self._sides(ours)
-        scale = side * torch.tensor(weight, dtype=torch.float32)
+        scale = side * torch.tensor(weight, dtype=torch.float32, device="cpu")
         sizes = [s.numel for s in self._segments]
         offset = [sum(sizes[:i]) for i in range(len(sizes))]
         sent = torch.empty_like(ours.own)

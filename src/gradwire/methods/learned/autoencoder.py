@@ -158,7 +158,7 @@ def _long_enough(values: torch.Tensor) -> torch.Tensor:
 
 def _nearest(length: int, wanted: int) -> torch.Tensor:
     """Return for each of ``wanted`` places the nearest of ``length``."""
-    return torch.arange(wanted) * length // wanted
+    return torch.arange(wanted, device="cpu") * length // wanted
 
 
 def _leaky(x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def _spread(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.
     inputs, unit = _integers(x, INPUT_BITS)
     kernel, step = _integers(weight.double(), WEIGHT_BITS)
     taps = (kernel.reshape(len(kernel), -1).T @ inputs).view(outputs, KERNEL, length)
-    out = torch.zeros(outputs, STRIDE * length + KERNEL - STRIDE, dtype=torch.float64)
+    out = torch.zeros(outputs, STRIDE * length + KERNEL - STRIDE, dtype=torch.float64, device="cpu")
     for tap in range(KERNEL):
         out[:, tap : tap + STRIDE * length : STRIDE] += taps[:, tap]
     return out * (unit * step) + bias.double()[:, None]
@@ -219,15 +219,15 @@ class ElementScales:
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
-        self._counts = torch.tensor(counts, dtype=torch.int64)
-        self.each = torch.repeat_interleave(torch.arange(len(counts)), self._counts)
+        self._counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        self.each = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), self._counts)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the scales of ``[numel]`` values, float32, +inf for a parameter with a NaN or an infinity.
 
         Squares are added up in float64, element by element, with the same bits everywhere.
         """
-        squares = torch.zeros(len(self._counts), dtype=torch.float64)
+        squares = torch.zeros(len(self._counts), dtype=torch.float64, device="cpu")
         squares.index_add_(0, self.each, values.double().square())
         found = squares.div_(self._counts.clamp(min=1)).sqrt_().to(torch.float32)
         return torch.where(torch.isfinite(found), found, torch.inf)
@@ -302,7 +302,7 @@ class Training:
             weights -= self.learning_rate * first / (second.sqrt() + EPSILON)
         if bool(torch.isfinite(weights).all()):
             memory.stage_value(WEIGHTS, weights)
-            memory.stage_value(STEPS, torch.tensor(steps))
+            memory.stage_value(STEPS, torch.tensor(steps, device="cpu"))
             for name, moment in zip((FIRST, SECOND), moments):
                 memory.stage_value(name, moment)
         return loss.item()
@@ -330,7 +330,7 @@ def told(context: Context, tag: int, training: Training, seed: int, due: bool) -
     have = memory.value(WEIGHTS)
     known = have is not None and memory.value(TOLD) is not None and have.numel() == training.autoencoder.numel
     if dry:
-        empty = torch.empty(training.autoencoder.numel, device="meta")
+        empty = torch.empty(training.autoencoder.numel, device="meta", dtype=torch.float32)
         if due:
             yield from broadcast_values(replace(context, exchange=SIXTH_EXCHANGE), tag, empty, TRAINER)
         return empty
@@ -339,7 +339,7 @@ def told(context: Context, tag: int, training: Training, seed: int, due: bool) -
     mine = training.weights(context, seed)
     weights = yield from broadcast_values(replace(context, exchange=SIXTH_EXCHANGE), tag, mine, TRAINER)
     memory.stage_value(WEIGHTS, weights)
-    memory.stage_value(TOLD, torch.tensor(context.round))
+    memory.stage_value(TOLD, torch.tensor(context.round, device="cpu"))
     return weights
 
 

@@ -161,7 +161,7 @@ class CommonCode(BucketPlan):
             for codec in (self._few, self._mean):
                 codec.use_coder(setting.coder)
         self._code = latent_length(self._elements.numel)
-        self._every = table.places(torch.arange(table.units, dtype=torch.int32)).long()
+        self._every = table.places(torch.arange(table.units, dtype=torch.int32, device="cpu")).long()
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[torch.Tensor]:
         due = context.round == self._method.first_compressed
@@ -224,8 +224,8 @@ class CommonCode(BucketPlan):
         self._few.encode(flat, SparseSummary(), Draw(context.round, context.rank), few)
         spoilt = ~self._setting.kernels.finite(flat, self._segments)
         if not master:
-            absent = torch.empty(0, dtype=torch.uint8)
-            return [_octets(torch.where(spoilt, torch.inf, 0.0)), few, *[absent] * (len(self._packings) - 2)]
+            absent = torch.empty(0, dtype=torch.uint8, device="cpu")
+            return [_octets(_spoilt_or_zero(spoilt)), few, *[absent] * (len(self._packings) - 2)]
         room = space.get("positions", self._elements.codec.payload_bytes(self._elements.codec.units))
         parts = self._elements.write(flat, room)
         own = flat[self._elements.read(parts)]
@@ -255,7 +255,7 @@ class CommonCode(BucketPlan):
             raise TypeError("the master told no code")
         places, scales = common.places, common.scales
         each = torch.where(torch.isfinite(scales), scales, 0.0)[self._scales.each]
-        total, named = torch.zeros_like(flat), torch.zeros(len(flat), dtype=torch.bool)
+        total, named = torch.zeros_like(flat), torch.zeros(len(flat), dtype=torch.bool, device="cpu")
         named[places] = True
         for worker in workers:
             chosen, values = worker.innovation
@@ -270,10 +270,10 @@ class CommonCode(BucketPlan):
             whole[own] = values
             total.add_(whole, alpha=weight)
         units = torch.nonzero(named[self._every]).flatten().to(torch.int32)
-        body = torch.zeros(self._mean.payload_bytes(self._mean.units), dtype=torch.uint8)
+        body = torch.zeros(self._mean.payload_bytes(self._mean.units), dtype=torch.uint8, device="cpu")
         self._mean.write(units, total[self._every[units.long()]], Draw(0, 0), body)
         spoilt = torch.stack([~torch.isfinite(worker.scales) for worker in workers]).any(0)
-        return [body, _octets(torch.where(spoilt, torch.inf, 0.0))]
+        return [body, _octets(_spoilt_or_zero(spoilt))]
 
     def _selection(self, flat: torch.Tensor) -> Elements:
         """Return the places and values of this worker's own largest elements."""
@@ -284,8 +284,13 @@ class CommonCode(BucketPlan):
         return places, flat[places]
 
 
+def _spoilt_or_zero(spoilt: torch.Tensor) -> torch.Tensor:
+    """Return inf for each parameter that is not finite, else 0, float32."""
+    return torch.where(spoilt, torch.inf, 0.0).to(torch.float32)
+
+
 def _octets(values: torch.Tensor) -> torch.Tensor:
     """Return float32 values as bytes, padded to a multiple of 16."""
-    out = torch.zeros(padded(4 * values.numel()), dtype=torch.uint8)
+    out = torch.zeros(padded(4 * values.numel()), dtype=torch.uint8, device="cpu")
     out[: 4 * values.numel()] = values.contiguous().view(torch.uint8)
     return out

@@ -200,7 +200,7 @@ class _Fit(LeadersPlan):
         before = fitted(context, self.elements.numel)
         total, rounds = (curve, 1) if before is None else (before[0] + curve, before[1] + 1)
         context.memory.stage_value(CURVE, total)
-        context.memory.stage_value(FITTED, torch.tensor(rounds))
+        context.memory.stage_value(FITTED, torch.tensor(rounds, device="cpu"))
         return outcome
 
 

@@ -128,7 +128,7 @@ class AdaptiveLevelPlan(SectionPlan):
         everyone = yield from self._gather(context, 2, statistics.joined(parts))
         if context.rank == 0:
             found = self._method.fit(statistics.distribution(everyone), None if before is None else before.tolist())
-            levels = torch.tensor(_apart(found), dtype=torch.float64)
+            levels = torch.tensor(_apart(found), dtype=torch.float64, device="cpu")
         levels = (yield from self._gather(context, 3, levels))[0].clone()
         context.memory.stage_value("levels", levels)
         context.memory.stage_value("levels_of", self._method.purpose)
@@ -144,11 +144,11 @@ def _is_dry(context: Context) -> bool:
 
 def _apart(levels: Sequence[float]) -> list[float]:
     """Round to float32, with distinct neighbours and ends at -1 and 1."""
-    rounded = torch.tensor(levels, dtype=torch.float32)
+    rounded = torch.tensor(levels, dtype=torch.float32, device="cpu")
     rounded[0], rounded[-1] = -1.0, 1.0
     for i in range(1, len(rounded)):
         if not rounded[i] > rounded[i - 1]:
-            rounded[i] = torch.nextafter(rounded[i - 1], torch.tensor(2.0))
+            rounded[i] = torch.nextafter(rounded[i - 1], torch.tensor(2.0, dtype=torch.float32, device="cpu"))
     if float(rounded[-1]) != 1.0:
         even = [-1 + 2 * j / (len(levels) - 1) for j in range(len(levels))]
         return even
@@ -214,7 +214,7 @@ class _Adaptive(Method):
     def purpose(self) -> torch.Tensor:
         """Return the settings for which levels are fitted, int64; for other settings they are far from optimal."""
         fields = [self.tag, self.bits, self.norm == "max", self.block_size or 0, self.blocks == "model"]
-        return torch.tensor([*fields, self.model == "histogram"], dtype=torch.int64)
+        return torch.tensor([*fields, self.model == "histogram"], dtype=torch.int64, device="cpu")
 
     @property
     def statistics(self) -> Statistics:
@@ -223,7 +223,7 @@ class _Adaptive(Method):
 
     def no_levels(self) -> torch.Tensor:
         """Return as many zeros as there are levels, float64."""
-        return torch.zeros(2**self.bits, dtype=torch.float64)
+        return torch.zeros(2**self.bits, dtype=torch.float64, device="cpu")
 
     @abstractmethod
     def fit(self, distribution: Distribution, before: Sequence[float] | None) -> list[float]:

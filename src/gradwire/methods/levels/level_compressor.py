@@ -158,13 +158,13 @@ class LevelCodec(Codec):
         )
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        weight = torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        weight = torch.tensor(1.0 / self.world_size, dtype=torch.float32, device="cpu")
         scale = torch.stack([row[: 4 * self.blocks.blocks].view(torch.float32) for row in rows]) * weight
         self._decode(rows, scale, as_levels(summary).grid, flat, accumulate=False)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
         ours = as_levels(summary)
-        scale = self._scales(ours) * torch.tensor(weight, dtype=torch.float32)
+        scale = self._scales(ours) * torch.tensor(weight, dtype=torch.float32, device="cpu")
         self._decode(data, scale, ours.grid, flat, accumulate=True)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:

@@ -57,16 +57,16 @@ class Distribution(ABC):
 
     def cdf(self, x: float) -> float:
         """Return F(x)."""
-        return float(self.distribution(torch.tensor([x], dtype=torch.float64)))
+        return float(self.distribution(torch.tensor([x], dtype=torch.float64, device="cpu")))
 
     def moments(self, a: float, b: float) -> tuple[float, float, float]:
         """Return the integrals of 1, r and r^2 over [a, b]."""
-        mass, first, second = self.between(torch.tensor([a, b], dtype=torch.float64)).flatten().tolist()
+        mass, first, second = self.between(torch.tensor([a, b], dtype=torch.float64, device="cpu")).flatten().tolist()
         return mass, first, second
 
     def variance(self, levels: Sequence[float]) -> float:
         """Return the expected variance of unbiased rounding: sum_j of the integral of (l_(j+1) - r) (r - l_j) dF."""
-        points = torch.tensor(levels, dtype=torch.float64)
+        points = torch.tensor(levels, dtype=torch.float64, device="cpu")
         mass, first, second = self.between(points)
         a, b = points[:-1], points[1:]
         return float(((a + b) * first - a * b * mass - second).sum())
@@ -81,7 +81,7 @@ class Mixture(Distribution):
 
     def __init__(self, mean: torch.Tensor, std: torch.Tensor, weight: torch.Tensor) -> None:
         self.mean, self.std = mean.double(), std.double().clamp(min=SMALLEST_DEVIATION)
-        ends = self._normal(torch.tensor([-1.0, 1.0], dtype=torch.float64))
+        ends = self._normal(torch.tensor([-1.0, 1.0], dtype=torch.float64, device="cpu"))
         mass = ends[1] - ends[0]
         weight = torch.where(mass > 0, weight.double(), 0.0)
         total = weight.sum()
@@ -202,24 +202,24 @@ def _places(distribution: Distribution, count: int, starts: Sequence[Sequence[fl
     between even places, quantiles and exponential places around zero.
     """
     number = max(PLACES, 3 * count)
-    even = torch.linspace(-1, 1, number // 3 + 1, dtype=torch.float64)
-    half = 2.0 ** (-20 * torch.arange(number // 6, dtype=torch.float64) / (number // 6))
+    even = torch.linspace(-1, 1, number // 3 + 1, dtype=torch.float64, device="cpu")
+    half = 2.0 ** (-20 * torch.arange(number // 6, dtype=torch.float64, device="cpu") / (number // 6))
     coarse = torch.cat([even, _quantiles(distribution, number // 3), half, -half]).unique()
     gaps = coarse.diff()
     share = (distribution.between(coarse)[0].clamp(min=0) / gaps) ** (1 / 3) * gaps
     reached = torch.cat([share.new_zeros(1), share.cumsum(0)])
-    wanted = reached[-1] * torch.arange(1, number, dtype=torch.float64) / number
+    wanted = reached[-1] * torch.arange(1, number, dtype=torch.float64, device="cpu") / number
     after = torch.searchsorted(reached, wanted, right=True).clamp(1, len(gaps))
     part = (wanted - reached[after - 1]) / share[after - 1].clamp(min=1e-300)
     fine = coarse[after - 1] + part.clamp(0, 1) * gaps[after - 1]
     given = [*starts, [-1 + 2 * j / (count - 1) for j in range(count)], _exponential(count)]
-    known = [torch.tensor(list(levels), dtype=torch.float64) for levels in given]
+    known = [torch.tensor(list(levels), dtype=torch.float64, device="cpu") for levels in given]
     places = [fine, coarse[::3], coarse[-1:], _quantiles(distribution, count - 1), *known]
-    return torch.tensor(sorted(set(torch.cat(places).tolist())), dtype=torch.float64)
+    return torch.tensor(sorted(set(torch.cat(places).tolist())), dtype=torch.float64, device="cpu")
 
 
 def _quantiles(distribution: Distribution, count: int) -> torch.Tensor:
-    wanted = torch.arange(1, count, dtype=torch.float64) / count
+    wanted = torch.arange(1, count, dtype=torch.float64, device="cpu") / count
     return distribution.inverse(wanted, torch.full_like(wanted, -1), torch.full_like(wanted, 1))
 
 
@@ -249,7 +249,7 @@ def _exponential(count: int) -> list[float]:
 
 def _descend(distribution: Distribution, levels: list[float]) -> list[float]:
     """Sweep over every second level at once: the best place of a level depends on its two neighbours only."""
-    x = torch.tensor(levels, dtype=torch.float64)
+    x = torch.tensor(levels, dtype=torch.float64, device="cpu")
     for _ in range(SWEEPS):
         moved = 0.0
         for first in (1, 2):

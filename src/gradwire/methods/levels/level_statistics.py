@@ -32,7 +32,7 @@ _PIECE = 1 << 18
 
 def bin_edges() -> torch.Tensor:
     """Return the ends of all bins, ascending from -1 to 1, float64 ``[BINS + 1]``."""
-    bits = torch.arange(_FIRST, _FIRST + _SIDE + 1, dtype=torch.int32) << _SHIFT
+    bits = torch.arange(_FIRST, _FIRST + _SIDE + 1, dtype=torch.int32, device="cpu") << _SHIFT
     side = bits.view(torch.float32).double()
     return torch.cat([-side.flip(0), side])
 
@@ -54,14 +54,14 @@ def count_values(flat: torch.Tensor, runs: SegmentTable, scale: torch.Tensor, we
     offset, numel = torch.from_numpy(runs.offset.copy()), torch.from_numpy(runs.numel.copy())
     ends = numel.cumsum(0)
     begins = ends - numel
-    counts = torch.zeros(BINS + 2, dtype=torch.int64)
+    counts = torch.zeros(BINS + 2, dtype=torch.int64, device="cpu")
     total = int(ends[-1]) if len(ends) else 0
     for low in range(0, total, _PIECE):
         high = min(low + _PIECE, total)
         first, last = (int(torch.searchsorted(ends, at, right=True)) for at in (low, high - 1))
         part = slice(first, last + 1)
         length = ends[part].clamp(max=high) - begins[part].clamp(min=low)
-        place = torch.arange(low, high) + torch.repeat_interleave((offset - begins)[part], length)
+        place = torch.arange(low, high, device="cpu") + torch.repeat_interleave((offset - begins)[part], length)
         r = flat[place] / torch.repeat_interleave(scale[part], length)
         side = ((r.abs().view(torch.int32) >> _SHIFT) - _FIRST + 1).clamp(0, _SIDE + 1)
         index = torch.where(r < 0, -side, side) + _SIDE + 1
@@ -151,7 +151,7 @@ class Normals(Statistics):
     kept: int
 
     def room(self, blocks: int) -> torch.Tensor:
-        return torch.zeros((min(self.kept, blocks), 3), dtype=torch.float32)
+        return torch.zeros((min(self.kept, blocks), 3), dtype=torch.float32, device="cpu")
 
     def part(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor, blocks: slice) -> torch.Tensor:
         """Return mean and deviation over the scale, the scale, the length, and whether the scale can be divided by."""
@@ -206,7 +206,7 @@ class Histograms(Statistics):
     """
 
     def room(self, blocks: int) -> torch.Tensor:
-        return torch.zeros(BINS + 1, dtype=torch.int64)
+        return torch.zeros(BINS + 1, dtype=torch.int64, device="cpu")
 
     def part(self, codec: LevelCodec, summary: LevelSummary, flat: torch.Tensor, blocks: slice) -> _Counted:
         scale, good = (column[blocks] for column in _usable(summary))
@@ -224,7 +224,7 @@ class Histograms(Statistics):
         unit = (largest * largest * 2.0**-digits).reshape(1)
         if len(parts) == 1:
             return torch.cat([parts[0].counts, unit.view(torch.int64)])
-        counts = torch.zeros(BINS, dtype=torch.int64)
+        counts = torch.zeros(BINS, dtype=torch.int64, device="cpu")
         for part in parts:
             relative = (part.largest / largest.clamp(min=1e-300)) ** 2
             counts += (part.counts.double() * relative * 2.0 ** (digits - _digits(part.values))).round().long()

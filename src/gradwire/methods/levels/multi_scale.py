@@ -74,12 +74,12 @@ class MinimumCodec(SummableCodec):
         part.copy_(torch.from_numpy(count.reshape(-1)[: part.numel()]))
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        total = torch.empty(rows.shape[1], dtype=torch.uint8)
+        total = torch.empty(rows.shape[1], dtype=torch.uint8, device="cpu")
         self.reduce(rows, 0, total)
         self.decode_mean(total, summary, 0, self.units, flat)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        own = torch.empty(self.numel, dtype=torch.uint8)
+        own = torch.empty(self.numel, dtype=torch.uint8, device="cpu")
         self.decode_mean(data, summary, 0, self.units, own)
         flat.add_(own, alpha=weight)
 
@@ -179,7 +179,7 @@ class _MultiScalePlan(SectionPlan):
 
     def __init__(self, method: MultiScale, setting: PlanSetting) -> None:
         super().__init__(method, setting)
-        self._factors = torch.tensor([s / method.levels[0] for s in method.levels], dtype=torch.float32)
+        self._factors = torch.tensor([s / method.levels[0] for s in method.levels], dtype=torch.float32, device="cpu")
         sizes = [sum(b - a for a, b in runs) for runs in self.runs]
         self._masks = [MinimumCodec(size, len(method.levels) - 1) for size in sizes]
 

@@ -78,8 +78,8 @@ def matrix_table(found: Sequence[Matrix]) -> MatrixTable:
 def draw_factor(name: str, length: int, rank: int, seed: int, round: int) -> torch.Tensor:
     """Return ``[rank, length]`` numbers for a parameter, uniform in [-1, 1), the same on all ranks."""
     numel = length * rank
-    groups = torch.arange(-(-numel // 80))
-    key = torch.tensor(parameter_key(seed, name, "factor"))
+    groups = torch.arange(-(-numel // 80), device="cpu")
+    key = torch.tensor(parameter_key(seed, name, "factor"), device="cpu")
     drawn = uniform_integers(groups, key.expand(len(groups), 2), round, SHARED).reshape(-1)[:numel]
     return ((drawn - (1 << 23)).to(torch.float32) / (1 << 23)).view(rank, length)
 
@@ -172,7 +172,7 @@ class Side:
             self.segments.append(Segment(m.segment.parameter, self.numel, 0, numel))
             self.numel += numel
         vectors = [s.numel // m.rank for s, m in zip(self.segments, found) for _ in range(m.rank)]
-        self._lengths = torch.tensor(vectors, dtype=torch.int64)
+        self._lengths = torch.tensor(vectors, dtype=torch.int64, device="cpu")
 
     def held(self, context: Context, kind: str, seed: int) -> torch.Tensor:
         """Return the stored factors, with zero vectors drawn anew.
@@ -281,7 +281,7 @@ class FactorPlan(BucketPlan):
         def sent(out: torch.Tensor, weight: float) -> None:
             contributed = mean if self.method.traits.subtracts_mean else own
             if coded is not None:
-                coded(contributed := torch.zeros(len(own)), 1.0)
+                coded(contributed := torch.zeros(len(own), dtype=torch.float32, device="cpu"), 1.0)
             product(contributed[: side.numel], out, weight)
             self.add_rest(own[side.numel :], weight, out)
 

@@ -241,13 +241,14 @@ class BoundedSupportCodec(RotatedCodec):
         keys = [parameter_key(seed, name, "bounded") for name in names]
         # A piece of a parameter begins with a whole block, so coordinates are laid out as the elements are.
         self.coordinates = BlockTable(SegmentTable(np.cumsum(numel) - numel, numel, start, keys), block_size)
-        self.shared_key = torch.tensor(parameter_key(seed, "", "bounded"))
+        self.shared_key = torch.tensor(parameter_key(seed, "", "bounded"), device="cpu")
         self._sizes, self._place = torch.from_numpy(self.blocks.sizes), torch.from_numpy(self.blocks.place[:-1].copy())
         self._room = (self._sizes // SHARE).clamp(min=1)
         # The block of each exact coordinate, and its index in the block.
         self._owner = torch.repeat_interleave(self._room)
-        self._number = torch.arange(len(self._owner)) - (torch.cumsum(self._room, 0) - self._room)[self._owner]
-        self._blocks = self._some(torch.arange(self.blocks.blocks))
+        before = torch.cumsum(self._room, 0) - self._room
+        self._number = torch.arange(len(self._owner), device="cpu") - before[self._owner]
+        self._blocks = self._some(torch.arange(self.blocks.blocks, device="cpu"))
         self.units = self.coordinates.table.groups
         self._values_at = padded(4 * self.blocks.blocks)
         self._places_at = self._values_at + padded(4 * len(self._owner))
@@ -265,7 +266,7 @@ class BoundedSupportCodec(RotatedCodec):
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
         round = draw_of(summary).round
-        total, spoilt = self._no_sums(), torch.zeros(self.blocks.blocks, dtype=torch.bool)
+        total, spoilt = self._no_sums(), torch.zeros(self.blocks.blocks, dtype=torch.bool, device="cpu")
         for sender, row in enumerate(rows):
             spoilt |= self._add(row, Draw(round, sender), 1.0 / self.world_size, total)
         self._rotate_back(total, spoilt, round, flat, accumulate=False)
@@ -281,8 +282,8 @@ class BoundedSupportCodec(RotatedCodec):
         Returns:
             The divisor of each block's coordinates, float64.
         """
-        stretch = torch.ones(self.blocks.blocks, dtype=torch.float64)
-        index = torch.zeros(len(self._owner), dtype=torch.int32)
+        stretch = torch.ones(self.blocks.blocks, dtype=torch.float64, device="cpu")
+        index = torch.zeros(len(self._owner), dtype=torch.int32, device="cpu")
         found = self._beyond(z, self._blocks, self.limit, self._room, index)
         crowded = torch.nonzero(found > self._room).flatten()
         if len(crowded):
@@ -294,7 +295,7 @@ class BoundedSupportCodec(RotatedCodec):
                 stretch[block] = divisor
             # Rounding may leave values equal to the largest above the limit by one last place: they are clamped.
             rooms = self._room[crowded]
-            some = torch.zeros(int(rooms.sum()), dtype=torch.int32)
+            some = torch.zeros(int(rooms.sum()), dtype=torch.int32, device="cpu")
             found[crowded] = self._beyond(z, self._some(crowded), self.limit * (1 + 1e-6), rooms, some)
             index[torch.isin(self._owner, crowded)] = some
         used = self._number < found[self._owner]
@@ -314,7 +315,7 @@ class BoundedSupportCodec(RotatedCodec):
         self, z: torch.Tensor, blocks: SegmentTable, limit: float, room: torch.Tensor, index: torch.Tensor
     ) -> torch.Tensor:
         """Write the places of coordinates above ``limit`` in magnitude; return how many each block has."""
-        least = torch.full((len(room),), limit)
+        least = torch.full((len(room),), limit, dtype=torch.float32, device="cpu")
         return self.kernels.select_above(z, blocks, torch.nextafter(least, least + 1), room, index)
 
     def _no_sums(self) -> torch.Tensor:
@@ -324,7 +325,7 @@ class BoundedSupportCodec(RotatedCodec):
 
     def _add(self, row: torch.Tensor, draw: Draw, weight: float, total: torch.Tensor) -> torch.Tensor:
         """Add a rank's coordinates times ``weight``; return which blocks have no finite scale."""
-        scale = self.scales(row) * torch.tensor(weight, dtype=torch.float32)
+        scale = self.scales(row) * torch.tensor(weight, dtype=torch.float32, device="cpu")
         spoilt = ~torch.isfinite(scale)
         scale = torch.where(spoilt, 0.0, scale)
         values = row[self._values_at : self._places_at].view(torch.float32)[: len(self._owner)]
@@ -343,12 +344,12 @@ class BoundedSupportCodec(RotatedCodec):
     def _rotate_back(
         self, total: torch.Tensor, spoilt: torch.Tensor, round: int, flat: torch.Tensor, accumulate: bool
     ) -> None:
-        factor = torch.where(spoilt, torch.inf, 1.0)
+        factor = torch.where(spoilt, torch.inf, 1.0).to(torch.float32)
         self.kernels.rotate_back(total, self.blocks, factor, round, SHARED, flat, accumulate)
 
     def _drawn(self, draw: Draw) -> torch.Tensor:
         """Return h for each place in a block."""
-        groups = torch.arange(-(-self.blocks.size // GROUP_SIZE))
+        groups = torch.arange(-(-self.blocks.size // GROUP_SIZE), device="cpu")
         u = uniform_integers(groups, self.shared_key.expand(len(groups), 2), draw.round, draw.stream).reshape(-1)
         h: torch.Tensor = ((u * self.grid.integers) >> 24)[: self.blocks.size]
         return h.to(torch.uint8)

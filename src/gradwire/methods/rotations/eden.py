@@ -230,7 +230,7 @@ class EDEN(RotatedLevels):
             super().declare(),
             # Sampled coordinates need the kernels of packing, too.
             kernels=("moments", "rotation", "levels") if self.samples else ("moments", "rotation"),
-            on_device=True,
+            on_device=not self.samples,
         )
 
     @property

@@ -132,13 +132,14 @@ class OwnRotationCodec(RotatedCodec):
     """Codec where each sender, and the owner who encodes a mean, uses its own rotation."""
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:
-        draw, weight = draw_of(summary), torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        draw, weight = draw_of(summary), torch.tensor(1.0 / self.world_size, dtype=torch.float32, device="cpu")
         streams = [OWNER] if draw.stream == OWNER else range(len(rows))
         for number, (row, stream) in enumerate(zip(rows, streams)):
             self.decode(row, weight, Draw(draw.round, stream), flat, accumulate=number > 0)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        self.decode(data, torch.tensor(weight, dtype=torch.float32), draw_of(summary), flat, accumulate=True)
+        factor = torch.tensor(weight, dtype=torch.float32, device="cpu")
+        self.decode(data, factor, draw_of(summary), flat, accumulate=True)
 
     @abstractmethod
     def decode(self, row: torch.Tensor, weight: torch.Tensor, draw: Draw, flat: torch.Tensor, accumulate: bool) -> None:
@@ -200,19 +201,19 @@ class RotatedSampleCodec(OwnRotationCodec):
         self._drawn = torch.from_numpy(within + np.repeat((np.cumsum(counts) - counts)[number], taken))
         self.units = -(-len(self._owner) // GROUP_SIZE)
         self._signs = BlockTable(SegmentTable([0], [GROUP_SIZE * self.units], [0], [(0, 0)]), WHOLE)
-        self._grid, self._one = Grid.ordered((-1.0, 1.0)), torch.ones(1)
+        self._grid, self._one = Grid.ordered((-1.0, 1.0)), torch.ones(1, dtype=torch.float32, device="cpu")
         self.side_bytes = padded(4 * self.blocks.blocks)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        norms, z = self.norms(flat), torch.empty(self.blocks.coordinates)
+        norms, z = self.norms(flat), torch.empty(self.blocks.coordinates, dtype=torch.float32, device="cpu")
         self.kernels.rotate(flat, self.blocks, norms.factor, draw.round, draw.stream, z)
         z = z[self.sampled(draw)]
         magnitudes = (z.abs().double() * UNIT).round().long()
-        kept = torch.zeros(self.blocks.blocks, dtype=torch.int64).index_add_(0, self._owner, magnitudes)
+        kept = torch.zeros(self.blocks.blocks, dtype=torch.int64, device="cpu").index_add_(0, self._owner, magnitudes)
         # The sampled coordinates may all be zero in a block with few non-zero elements.
         scale = torch.where(kept > 0, UNIT * norms.norm / kept, 0.0)
         self.write_scales(scale, norms, out)
-        signs = torch.ones(self._signs.table.extent)
+        signs = torch.ones(self._signs.table.extent, dtype=torch.float32, device="cpu")
         signs[: len(z)][torch.signbit(z)] = -1.0
         self.kernels.quantise(
             signs, self._signs, inverse_scale(self._one), self._grid, self.layout, draw.round, draw.stream,
@@ -220,7 +221,8 @@ class RotatedSampleCodec(OwnRotationCodec):
         )  # fmt: skip
 
     def decode(self, row: torch.Tensor, weight: torch.Tensor, draw: Draw, flat: torch.Tensor, accumulate: bool) -> None:
-        signs, z = torch.empty(self._signs.table.extent), torch.zeros(self.blocks.coordinates)
+        signs = torch.empty(self._signs.table.extent, dtype=torch.float32, device="cpu")
+        z = torch.zeros(self.blocks.coordinates, dtype=torch.float32, device="cpu")
         self.kernels.dequantise(self.digits(row), self._signs, self._one, self._grid, self.layout, signs)
         z[self.sampled(draw)] = signs[: len(self._owner)]
         scale = self.scales(row) * weight

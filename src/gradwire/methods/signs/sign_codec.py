@@ -126,7 +126,7 @@ class SignCodec(Codec):
         self, bits: torch.Tensor, values: torch.Tensor, weight: float, flat: torch.Tensor, accumulate: bool
     ) -> None:
         """Decode ``bits [N, bytes]`` with ``values [N, sides, runs]``, each times float32(weight)."""
-        scaled = values * torch.tensor(weight, dtype=torch.float32)
+        scaled = values * torch.tensor(weight, dtype=torch.float32, device="cpu")
         above = scaled[:, 0].contiguous()
         # A scale that is not finite has no sign.
         below = scaled[:, 1].contiguous() if self.sides == 2 else torch.where(torch.isfinite(above), -above, above)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradwire.kernels import Kernels
 
 
-_EIGHT = Constant(torch.arange(8, dtype=torch.uint8))
+_EIGHT = Constant(torch.arange(8, dtype=torch.uint8, device="cpu"))
 
 _PIECE = 1 << 14
 
@@ -45,7 +45,7 @@ def zero_throughout(kernels: Kernels, flat: torch.Tensor, table: SegmentTable) -
     if flat.device.type != "cpu":
         sums = kernels.sign_sums(flat, table)
         return (sums.above == 0) & (sums.below == 0)
-    found = torch.zeros(len(table), dtype=torch.bool)
+    found = torch.zeros(len(table), dtype=torch.bool, device="cpu")
     if len(flat):
         # The first element is nearly always enough.
         first = flat[torch.from_numpy(table.offset.clip(max=len(flat) - 1))]
@@ -92,7 +92,7 @@ class MajorityVoteCodec(SummableCodec):
 
     def summarise(self, flat: torch.Tensor) -> MajorityVoteSummary:
         if flat.is_meta:
-            return MajorityVoteSummary(torch.zeros(2, len(self.table), dtype=torch.bool))
+            return MajorityVoteSummary(torch.zeros(2, len(self.table), dtype=torch.bool, device="cpu"))
         lost = self.kernels.finite(flat, self.table).logical_not()
         return MajorityVoteSummary(torch.stack([lost, zero_throughout(self.kernels, flat, self.table)]))
 
@@ -189,7 +189,7 @@ class MajorityVoteCodec(SummableCodec):
     ) -> None:
         lost, silent = self._flags(data)[:, self._owner.on(data.device)]
         # Multiplied, since selecting from constants would copy them to the device in every call.
-        size = (~silent).to(torch.float32) * torch.tensor(weight, dtype=torch.float32)
+        size = (~silent).to(torch.float32) * torch.tensor(weight, dtype=torch.float32, device="cpu")
         above, below = (torch.where(lost, torch.inf, side)[None] for side in (size, -size))
         bits = self._bits(data[None], end - begin)
         self.kernels.sign_decode(bits, self.runs, above, below, begin, end, flat, accumulate)

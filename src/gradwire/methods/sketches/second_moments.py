@@ -47,7 +47,7 @@ class RateRatios:
         held = context.memory.value(key)
         before = rate if held is None else float(held)
         if held is None or before != rate:
-            context.memory.stage_value(key, torch.tensor(rate, dtype=torch.float64))
+            context.memory.stage_value(key, torch.tensor(rate, dtype=torch.float64, device="cpu"))
         return before / rate
 
 

@@ -122,8 +122,8 @@ class SketchExchange:
         self.kept = method.kept(self.numel) if light else 0
         self._asked = min(self.numel, method.candidates * self.kept)
         self._rows, self._columns = method.rows, method.columns_of(self.numel)
-        offset = torch.tensor([s.offset for s in light], dtype=torch.int64)
-        size = torch.tensor(numel, dtype=torch.int64)
+        offset = torch.tensor([s.offset for s in light], dtype=torch.int64, device="cpu")
+        size = torch.tensor(numel, dtype=torch.int64, device="cpu")
         # Estimates are stored without gaps.
         self._first = size.cumsum(0) - size
         self._shift = offset - self._first
@@ -170,7 +170,7 @@ class SketchExchange:
         """Return the places in the bucket of the elements with the largest estimates, the same on all ranks."""
         estimates = context.workspace.get("estimates", 4 * self.numel).view(torch.float32)
         if sums.is_meta or not self.numel:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         self._kernels.unsketch(sums, self._estimated, self._rows, self._columns, SHARED, estimates)
         if divisor is not None:
             begin = 0
@@ -184,6 +184,6 @@ class SketchExchange:
 def largest(kernels: Kernels, values: torch.Tensor, count: int) -> torch.Tensor:
     """Return the positions of the ``count`` values of the largest magnitude, ascending, int64."""
     whole = SegmentTable([0], [len(values)], [0], [(0, 0)])
-    index = torch.empty(count, dtype=torch.int32)
-    kernels.select_largest(values, whole, torch.tensor([count]), index)
+    index = torch.empty(count, dtype=torch.int32, device="cpu")
+    kernels.select_largest(values, whole, torch.tensor([count], device="cpu"), index)
     return index.long()

@@ -260,9 +260,9 @@ class _AMSGradPlan(BucketPlan):
         before = memory.value(WARM_UP)
         common = None
         if self.warm_up:
-            memory.stage_value(WARM_UP, torch.tensor(1))
+            memory.stage_value(WARM_UP, torch.tensor(1, device="cpu"))
         elif segments and before is not None and int(before):
-            memory.stage_value(WARM_UP, torch.tensor(0))
+            memory.stage_value(WARM_UP, torch.tensor(0, device="cpu"))
             common = memory.read("mean_momentum", segments, replicated=True)
             memory.stage("mean_momentum", segments, replicated=True).zero_()
         waiting = []

@@ -55,11 +55,13 @@ class ChosenElements(TransformedPlan):
         light = divide(setting.segments)[0]
         key = [parameter_key(setting.seed, s.parameter.name, "choice") for s in light]
         self._chooser = chooser([s.numel for s in light], key)
-        slots = torch.tensor(self._chooser.slots, dtype=torch.int64)
-        self._offset = torch.repeat_interleave(torch.tensor([s.offset for s in light], dtype=torch.int64), slots)
+        slots = torch.tensor(self._chooser.slots, dtype=torch.int64, device="cpu")
+        offset = torch.tensor([s.offset for s in light], dtype=torch.int64, device="cpu")
+        self._offset = torch.repeat_interleave(offset, slots)
         self._factor = None
         if any(f != 1 for f in self._chooser.factor):
-            self._factor = torch.repeat_interleave(torch.tensor(self._chooser.factor, dtype=torch.float32), slots)
+            factor = torch.tensor(self._chooser.factor, dtype=torch.float32, device="cpu")
+            self._factor = torch.repeat_interleave(factor, slots)
         self._latest: tuple[int, Choice] | None = None
         super().__init__(method, setting, self._chooser.slots)
 

@@ -78,13 +78,13 @@ class LeadersElements:
         if not self._ordered:
             return [room]
         chosen = self.codec.read(room)[0]
-        values, place = flat[self.codec.table.places(chosen)], torch.empty(self.numel, dtype=torch.int64)
+        values, place = flat[self.codec.table.places(chosen)], torch.empty(self.numel, dtype=torch.int64, device="cpu")
         for a, b in pairwise(self._ends):
             order = torch.sort(values[a:b], descending=True, stable=True).indices
-            place[a:b][order] = torch.arange(b - a)
+            place[a:b][order] = torch.arange(b - a, device="cpu")
         owner, bit = self._bits()
         packed = np.packbits((place.numpy()[owner] >> bit & 1).astype(np.uint8), bitorder="little")
-        out = torch.zeros(padded(self._order_bytes), dtype=torch.uint8)
+        out = torch.zeros(padded(self._order_bytes), dtype=torch.uint8, device="cpu")
         out[: len(packed)] = torch.from_numpy(packed)
         return [room, out]
 
@@ -117,13 +117,13 @@ class LeadersElements:
         Bytes sent by a rank: those of a broadcast of header, positions and, if it is sent, their order.
         """
         if not self.numel:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         space, bodies = context.workspace.part("leader"), None
         if context.rank == root and not flat.is_meta:
             bodies = self.write(flat, space.get("positions", self.codec.payload_bytes(self.codec.units)))
         context = replace(context, workspace=space, exchange=FIFTH_EXCHANGE)
         parts = yield from broadcast(context, tag, self.packings, bodies, root)
-        return torch.empty(0, dtype=torch.int64) if flat.is_meta else self.read(parts)
+        return torch.empty(0, dtype=torch.int64, device="cpu") if flat.is_meta else self.read(parts)
 
     def _bits(self) -> tuple[Integers, Integers]:
         """Return for each bit of the order its element, and its place in that element's number."""
@@ -242,7 +242,7 @@ class LeadersPlan(TransformedPlan):
     def __init__(self, setting: PlanSetting, density: float, tag: int, *, ordered: bool = False) -> None:
         self.elements = LeadersElements(setting, density, ordered=ordered)
         self._tag = tag
-        self.places = torch.empty(0, dtype=torch.int64)
+        self.places = torch.empty(0, dtype=torch.int64, device="cpu")
         super().__init__(None, setting, self.elements.counts)
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:

@@ -72,7 +72,7 @@ def descent(scheme: str, largest: torch.Tensor, norm1: float, norm2: float) -> t
         largest: The largest magnitudes, descending, float64, one for each T.
         norm1, norm2: The l1 and the Euclidean norm of all elements.
     """
-    number = torch.arange(1, len(largest) + 1, dtype=torch.float64)
+    number = torch.arange(1, len(largest) + 1, dtype=torch.float64, device="cpu")
     squared = max(norm2 * norm2, 1e-300)
     squares = largest.square().cumsum(0)
     if scheme == "topk":
@@ -83,8 +83,8 @@ def descent(scheme: str, largest: torch.Tensor, norm1: float, norm2: float) -> t
     # Element i has the probability 1 from this T on; ascending, since magnitudes descend.
     needed = number - 1 + tails / largest.clamp(min=1e-300)
     sure = torch.searchsorted(torch.cummax(needed, 0).values, number, right=True)
-    before = torch.cat([torch.zeros(1, dtype=torch.float64), squares])[sure]
-    rest = norm1 - torch.cat([torch.zeros(1, dtype=torch.float64), largest.cumsum(0)])[sure]
+    before = torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), squares])[sure]
+    rest = norm1 - torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), largest.cumsum(0)])[sure]
     left = number - sure
     noisy = torch.where(left > 0, rest.clamp(min=0).square() / left.clamp(min=1), 0.0)
     return squared / (before + noisy)
@@ -104,7 +104,7 @@ def best_count(
     looked_at = min(numel, FIRST)
     while True:
         found = descent(scheme, largest(looked_at), norm1, norm2)
-        costs = cost.of(head + torch.arange(1, looked_at + 1) * bits / 8)
+        costs = cost.of(head + torch.arange(1, looked_at + 1, device="cpu").to(torch.float32) * bits / 8)
         ratio = found / costs
         at = int(ratio.argmax())
         # No T descends by more than |g|^2 / (2 L), and no larger T costs less than the last.
@@ -121,8 +121,8 @@ def _is_past(scheme: str, cost: MessageCost, at: int, ratio: torch.Tensor, bits:
 
 def largest_magnitudes(kernels: Kernels, x: torch.Tensor, offset: int, numel: int, count: int) -> torch.Tensor:
     """Return the largest magnitudes of a run of elements, descending, float64 ``[count]``."""
-    run, index = SegmentTable([offset], [numel], [0], [(0, 0)]), torch.empty(count, dtype=torch.int32)
-    kernels.select_largest(x, run, torch.tensor([count]), index)
+    run, index = SegmentTable([offset], [numel], [0], [(0, 0)]), torch.empty(count, dtype=torch.int32, device="cpu")
+    kernels.select_largest(x, run, torch.tensor([count], device="cpu"), index)
     return x[offset + index.long()].abs().double().sort(descending=True).values
 
 
@@ -152,8 +152,8 @@ class BestRatioRule(Rule):
                 counts.append(best_count(self.scheme, bits, head, cost, *norms, n, largest)[0])
             else:
                 counts.append(min(1, n))
-        found = torch.tensor(counts, dtype=torch.int64)
-        positions = torch.empty(int(found.sum()), dtype=torch.int32)
+        found = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        positions = torch.empty(int(found.sum()), dtype=torch.int32, device="cpu")
         kernels.select_largest(scores, table, found, positions)
         return positions, found
 

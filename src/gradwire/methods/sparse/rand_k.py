@@ -65,9 +65,10 @@ class RandomSparseCodec(Codec):
     ) -> None:
         self.kernels, self.world_size, self.elements, self.values = kernels, world_size, elements, values
         self.segments, self.table = list(segments), sign_table(segments)
-        counts = torch.tensor(elements.slots, dtype=torch.int64)
-        self._factor = torch.repeat_interleave(torch.tensor(factor, dtype=torch.float32), counts)
-        self._offset = torch.repeat_interleave(torch.tensor([s.offset for s in segments], dtype=torch.int64), counts)
+        counts = torch.tensor(elements.slots, dtype=torch.int64, device="cpu")
+        self._factor = torch.repeat_interleave(torch.tensor(factor, dtype=torch.float32, device="cpu"), counts)
+        offset = torch.tensor([s.offset for s in segments], dtype=torch.int64, device="cpu")
+        self._offset = torch.repeat_interleave(offset, counts)
         self._first = counts.cumsum(0) - counts
 
     def payload_bytes(self, units: int) -> int:
@@ -101,7 +102,7 @@ class RandomSparseCodec(Codec):
         self._add(data, _draw(summary), weight, flat)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
-        return all_finite(flat[torch.tensor([s.offset for s in self.segments])])
+        return all_finite(flat[torch.tensor([s.offset for s in self.segments], device="cpu")])
 
     def _places(self, draw: Draw) -> torch.Tensor:
         return torch.from_numpy(self.elements.draw(draw.round, draw.stream)).add_(self._offset)

@@ -63,7 +63,7 @@ class FeistelPermutation:
     ) -> None:
         self.numel, self.parts = [int(n) for n in numel], parts
         self.slots = [-(-n // parts) for n in self.numel] if slots is None else list(slots)
-        self._key = torch.tensor(list(key), dtype=torch.int64).reshape(-1, 2)
+        self._key = torch.tensor(list(key), dtype=torch.int64, device="cpu").reshape(-1, 2)
         self._drawn: tuple[tuple[int, int], npt.NDArray[np.uint32]] | None = None
         rows = [math.isqrt(n - 1) + 1 for n in self.numel]
         columns = [-(-n // r) for n, r in zip(self.numel, rows)]
@@ -110,7 +110,7 @@ class FeistelPermutation:
         known = self._drawn
         if known is not None and known[0] == (cycle, stream):
             return known[1]
-        block = torch.arange(TURNS // 2)[None, :].expand(len(self._key), -1)
+        block = torch.arange(TURNS // 2, device="cpu")[None, :].expand(len(self._key), -1)
         low, high, last = (torch.full_like(block, word & _WORD) for word in (cycle, cycle >> 32, stream))
         drawn = philox((block, low, high, last), (self._key[:, :1], self._key[:, 1:]))
         words = torch.stack(drawn, dim=2).reshape(-1, TURNS, 2).permute(1, 2, 0).numpy().astype(np.uint32)
@@ -188,13 +188,13 @@ class RandomElements:
         self.slots = list(counts)
         self._shuffle = None if contiguous else FeistelPermutation(numel, key, slots=counts)
         self._numel = list(numel)
-        self._key = torch.tensor(list(key), dtype=torch.int64).reshape(-1, 2)
+        self._key = torch.tensor(list(key), dtype=torch.int64, device="cpu").reshape(-1, 2)
 
     def draw(self, round: int, stream: int) -> npt.NDArray[np.int64]:
         """Return the elements, parameter after parameter, each counted within its parameter."""
         if self._shuffle is not None:
             return self._shuffle.first(round, stream)
-        zero = torch.zeros(len(self._key), dtype=torch.int64)
+        zero = torch.zeros(len(self._key), dtype=torch.int64, device="cpu")
         early, late, last = (torch.full_like(zero, word & _WORD) for word in (round, round >> 32, stream))
         words = philox((zero, early, late, last), (self._key[:, 0], self._key[:, 1]))
         low, high = words[0].tolist(), words[1].tolist()

@@ -145,7 +145,7 @@ def _tail(kernels: Kernels, x: torch.Tensor, eta: float) -> Tail:
     if float(least) > eta:
         least = np.nextafter(least, np.float32(0))
     whole = SegmentTable([0], [len(x)], [0], [(0, 0)])
-    found = kernels.excess_sums(x, whole, torch.tensor([float(least)]), torch.tensor([eta], dtype=torch.float64))
+    found = kernels.excess_sums(x, whole, x.new_tensor([float(least)]), x.new_tensor([eta], dtype=torch.float64))
     count, total, squares = (float(part) for part in (found.count, found.total, found.squares))
     mean = total / max(1.0, count)
     variance = (squares - mean * total) / max(1.0, count - 1)
@@ -212,13 +212,13 @@ def inverse_gamma_tail(shape: float, tail: float) -> float:
         >>> abs(inverse_gamma_tail(1.0, 0.01) + math.log(0.01)) < 1e-12
         True
     """
-    a = torch.tensor(shape, dtype=torch.float64)
+    a = torch.tensor(shape, dtype=torch.float64, device="cpu")
     low, high = -700.0, math.log(shape + 1.0) + 1.0
-    while float(torch.special.gammaincc(a, torch.tensor(math.exp(high), dtype=torch.float64))) > tail:
+    while float(torch.special.gammaincc(a, a.new_tensor(math.exp(high)))) > tail:
         high += 1.0
     while high - low > 2.0**-51 and low < (low + high) / 2 < high:
         middle = (low + high) / 2
-        above = float(torch.special.gammaincc(a, torch.tensor(math.exp(middle), dtype=torch.float64))) > tail
+        above = float(torch.special.gammaincc(a, a.new_tensor(math.exp(middle)))) > tail
         low, high = (middle, high) if above else (low, middle)
     return math.exp((low + high) / 2)
 
@@ -256,8 +256,8 @@ class FittedRule(Rule):
         self._density, self._model, self._stages = density, model, stages
 
     def most(self, table: SegmentTable) -> torch.Tensor:
-        aim = self._largest.most(table)
-        return torch.where(torch.from_numpy(table.numel.copy()) < SMALL_BLOCK, aim, (aim * MOST).long())
+        aim, small = self._largest.most(table), torch.from_numpy(table.numel.copy()) < SMALL_BLOCK
+        return torch.where(small, aim, (aim.to(torch.float32) * MOST).long())
 
     def choose(
         self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
@@ -267,7 +267,7 @@ class FittedRule(Rule):
         unfitted = torch.isinf(threshold) | (counts == 0)
         if bool((unfitted | (counts == most)).any()):
             counts = torch.where(unfitted, self._largest.most(table), counts)
-            positions = torch.empty(int(counts.sum()), dtype=torch.int32)
+            positions = torch.empty(int(counts.sum()), dtype=torch.int32, device="cpu")
             kernels.select_largest(scores, table, counts, positions)
         return positions, counts
 
@@ -278,7 +278,7 @@ class FittedRule(Rule):
 
     def thresholds(self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable) -> torch.Tensor:
         """Return the threshold of each block, float32 ``[blocks]``, +inf if none is estimated."""
-        found = torch.full((len(table),), torch.inf)
+        found = torch.full((len(table),), torch.inf, dtype=torch.float32, device="cpu")
         for i, (begin, numel) in enumerate(zip(table.offset.tolist(), table.numel.tolist())):
             if numel >= SMALL_BLOCK:
                 eta = self._threshold(kernels, scores[begin : begin + numel])

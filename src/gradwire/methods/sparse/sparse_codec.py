@@ -54,7 +54,7 @@ def symbols_of(gaps: Integers) -> tuple[npt.NDArray[np.uint8], Integers]:
 
 def gaps_of(index: torch.Tensor) -> Integers:
     """Return the number of positions skipped before each of ``index``."""
-    before = torch.cat([torch.tensor([-1]), index.long()])[: len(index)]
+    before = torch.cat([torch.tensor([-1], device="cpu"), index.long()])[: len(index)]
     gaps: Integers = (index.long() - before - 1).numpy()
     return gaps
 
@@ -67,7 +67,7 @@ def encode_gaps(index: torch.Tensor, coder: Coder) -> torch.Tensor:
     """
     gaps = gaps_of(index)
     symbols, left = symbols_of(gaps)
-    out = torch.empty(CODED_HEAD.size + coder.bound(len(symbols)), dtype=torch.uint8)
+    out = torch.empty(CODED_HEAD.size + coder.bound(len(symbols)), dtype=torch.uint8, device="cpu")
     used = coder.encode(torch.from_numpy(symbols), out[CODED_HEAD.size :])
     out[: CODED_HEAD.size] = torch.frombuffer(bytearray(CODED_HEAD.pack(used)), dtype=torch.uint8)
     owner, place = _bits(left)
@@ -86,18 +86,23 @@ def decode_gaps(data: torch.Tensor, coder: Coder, count: int, numel: int) -> tor
     )
     if CODED_HEAD.size + used > len(data):
         raise PayloadError(f"coded positions of {len(data)} bytes whose symbols are said to take {used}")
-    coded = torch.empty(count, dtype=torch.uint8)
+    coded = torch.empty(count, dtype=torch.uint8, device="cpu")
     coder.decode(data[CODED_HEAD.size : CODED_HEAD.size + used], coded)
-    symbols = coded.numpy().astype(np.int64)
-    if np.any(symbols > MOST_SYMBOL):
+    octets = coded.numpy()
+    if np.any(octets > MOST_SYMBOL):
         raise PayloadError("coded positions with symbols that no gap has")
-    left = np.where(symbols < 1 << PLAIN, 0, symbols // 4 - 1)
+    left = np.maximum(octets // 4, 1) - 1
+    # A few bytes can encode many symbols that leave out many bits: lengths first, then memory for each bit.
+    needed, rest = int(left.sum(dtype=np.int64)), data[CODED_HEAD.size + used :].numpy()
+    if len(rest) != -(-needed // 8):
+        raise PayloadError(f"coded positions whose gaps take {needed} bits beside their symbols, not {8 * len(rest)}")
+    bits = np.unpackbits(rest, bitorder="little")
+    if bits[needed:].any():
+        raise PayloadError(f"coded positions whose gaps take {needed} bits, and the bits after them are not zero")
+    symbols, left = octets.astype(np.int64), left.astype(np.int64)
     owner, place = _bits(left)
-    bits = np.unpackbits(data[CODED_HEAD.size + used :].numpy(), bitorder="little")
-    if len(bits) // 8 != -(-len(owner) // 8) or bits[len(owner) :].any():
-        raise PayloadError(f"coded positions whose gaps take {len(owner)} bits beside their symbols, not {len(bits)}")
     gaps = np.where(left == 0, symbols, (4 + symbols % 4) << left)
-    np.add.at(gaps, owner, bits[: len(owner)].astype(np.int64) << place)
+    np.add.at(gaps, owner, bits[:needed].astype(np.int64) << place)
     index = np.cumsum(gaps + 1) - 1
     if count and index[-1] >= numel:
         raise PayloadError(f"coded positions that go on to {index[-1]} of {numel}")
@@ -161,7 +166,7 @@ class LargestRule(Rule):
         self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
         counts = self.most(table)
-        positions = torch.empty(int(counts.sum()), dtype=torch.int32)
+        positions = torch.empty(int(counts.sum()), dtype=torch.int32, device="cpu")
         kernels.select_largest(scores, table, counts, positions)
         return positions, counts
 
@@ -178,7 +183,7 @@ class AboveRule(Rule):
     def choose(
         self, kernels: Kernels, scores: torch.Tensor, table: SegmentTable, draw: Draw
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        threshold = torch.full((len(table),), self.threshold * draw.loss_scale)
+        threshold = torch.full((len(table),), self.threshold * draw.loss_scale, dtype=torch.float32, device="cpu")
         return choose_above(kernels, scores, table, threshold, self.most(table))
 
 
@@ -186,7 +191,7 @@ def choose_above(
     kernels: Kernels, scores: torch.Tensor, table: SegmentTable, threshold: torch.Tensor, limit: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions at or above the threshold of their block, up to ``limit`` each, and their numbers."""
-    room = torch.empty(int(limit.sum()), dtype=torch.int32)
+    room = torch.empty(int(limit.sum()), dtype=torch.int32, device="cpu")
     counts = torch.minimum(kernels.select_above(scores, table, threshold, limit, room), limit)
     return torch.cat([part[:n] for part, n in zip(room.split(limit.tolist()), counts.tolist())]), counts
 
@@ -236,9 +241,9 @@ class SparseCodec(MergeableCodec):
         most = rule.most(self.blocks)
         bounds = torch.from_numpy(units.first)
         begins = self._numbers()
-        per_segment = torch.zeros(len(units.segments), dtype=torch.int64)
+        per_segment = torch.zeros(len(units.segments), dtype=torch.int64, device="cpu")
         per_segment.index_add_(0, torch.bucketize(begins, bounds[1:], right=True), most)
-        count = int(most.sum())
+        count = self._most = int(most.sum())
         self._index_bytes = most_index_bytes(count, self.units, fewer=not rule.fixed)
         counts = (per_segment * torch.from_numpy(units.length)).tolist()
         self._bound = HEAD.size + padded(self._index_bytes) + padded(values.bytes(counts))
@@ -295,13 +300,13 @@ class SparseCodec(MergeableCodec):
         used, count, size, form, parameter, nothing = HEAD.unpack(row[: HEAD.size].numpy().tobytes())
         end = HEAD.size + padded(size)
         known = form < CODED or (form == CODED and parameter == 0 and self.coder is not None)
-        if nothing or not known or not end <= used <= len(row) or count > self.units:
+        if nothing or not known or not end <= used <= len(row) or count > self._most:
             raise PayloadError(f"a sparse section of {used} bytes with {count} positions of format {form} is none")
         data = row[HEAD.size : HEAD.size + size]
         if form == CODED and self.coder is not None:
             chosen = decode_gaps(data, self.coder, count, self.units)
         else:
-            chosen = torch.empty(count, dtype=torch.int32)
+            chosen = torch.empty(count, dtype=torch.int32, device="cpu")
             self.kernels.decode_indices(data, FORMATS[form], parameter, count, self.units, chosen)
         counts = self.table.counts(chosen)
         if used - end != self.values.bytes(counts) or bool(row[HEAD.size + size : end].any()):
@@ -315,14 +320,14 @@ class SparseCodec(MergeableCodec):
         """
         positions, kept = zip(*(self.read(row) for row in rows))
         chosen, where = torch.cat(positions).unique(return_inverse=True)
-        values = torch.zeros(len(chosen)).index_add_(0, where, torch.cat(kept))
+        values = torch.zeros(len(chosen), dtype=torch.float32, device="cpu").index_add_(0, where, torch.cat(kept))
         begins = torch.searchsorted(chosen, self._numbers().to(torch.int32)).tolist()
         counts = [b - a for a, b in itertools.pairwise([*begins, len(chosen)])]
         table = SegmentTable(begins, counts, [0] * len(counts), [(0, 0)] * len(counts))
-        limit = torch.minimum(self.rule.most(self.blocks), torch.tensor(counts))
-        largest = torch.empty(int(limit.sum()), dtype=torch.int32)
+        limit = torch.minimum(self.rule.most(self.blocks), torch.tensor(counts, device="cpu"))
+        largest = torch.empty(int(limit.sum()), dtype=torch.int32, device="cpu")
         self.kernels.select_largest(values, table, limit, largest)
-        stay = torch.repeat_interleave(torch.tensor(begins, dtype=torch.int64), limit) + largest
+        stay = torch.repeat_interleave(torch.tensor(begins, dtype=torch.int64, device="cpu"), limit) + largest
         self.write(chosen[stay], values[stay], draw, out)
         values[stay] -= self.read(out)[1]
         places = self.table.places(chosen)

@@ -83,7 +83,8 @@ class UnitTable:
         if self.single:
             return begin
         ends = length.cumsum(0)
-        within = torch.arange(int(ends[-1]) if len(ends) else 0) - torch.repeat_interleave(ends - length, length)
+        number = torch.arange(int(ends[-1]) if len(ends) else 0, device="cpu")
+        within = number - torch.repeat_interleave(ends - length, length)
         return torch.repeat_interleave(begin, length) + within
 
     def addresses(self, chosen: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -100,7 +101,7 @@ class UnitTable:
     def lengths(self, chosen: torch.Tensor) -> torch.Tensor:
         """Return the number of elements of each unit, int64."""
         if self.single:
-            return torch.ones(len(chosen), dtype=torch.int64)
+            return torch.ones(len(chosen), dtype=torch.int64, device="cpu")
         return torch.from_numpy(self.length)[self._segments(chosen)]
 
     def _segments(self, chosen: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ class NoValues(KeptValues):
         pass
 
     def read(self, data: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class CastValues(KeptValues):
@@ -165,7 +166,7 @@ class SignedValues(KeptValues):
 
     def write(self, values: torch.Tensor, counts: tuple[int, ...], draw: Draw, out: torch.Tensor) -> None:
         sums = torch.stack([part.abs().double().sum() for part in values.split(counts)])
-        means = (sums / torch.tensor(counts).clamp(min=1)).to(torch.float32)
+        means = (sums / torch.tensor(counts, device="cpu").clamp(min=1)).to(torch.float32)
         out[: 4 * len(counts)].view(torch.float32).copy_(means)
         bits = np.packbits(torch.signbit(values).numpy(), bitorder="little")
         out[4 * len(counts) :].copy_(torch.from_numpy(bits))
@@ -174,7 +175,7 @@ class SignedValues(KeptValues):
         means = data[: 4 * len(counts)].clone().view(torch.float32)
         bits = np.unpackbits(data[4 * len(counts) :].numpy(), count=sum(counts), bitorder="little")
         signs = 1.0 - 2.0 * torch.from_numpy(bits).to(torch.float32)
-        return torch.repeat_interleave(means, torch.tensor(counts)) * signs
+        return torch.repeat_interleave(means, torch.tensor(counts, device="cpu")) * signs
 
 
 class BinnedValues(KeptValues):
@@ -204,15 +205,15 @@ class BinnedValues(KeptValues):
         means = data[:side].clone().view(torch.float32)
         bits = np.unpackbits(data[side:].numpy(), count=self.bits * total, bitorder="little").reshape(total, self.bits)
         codes = torch.from_numpy(bits.astype(np.int64) @ (1 << np.arange(self.bits)))
-        segments = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        segments = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), torch.tensor(counts, device="cpu"))
         return means[bins * segments + codes]
 
     def _bins(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bin of each value, and the means of the bins."""
         bins, middle = 2**self.bits, 2 ** (self.bits - 1)
-        means, counts = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
+        means, counts = (torch.zeros(bins, dtype=torch.float64, device="cpu") for _ in range(2))
         if not len(values):
-            return torch.zeros(0, dtype=torch.int64), means
+            return torch.zeros(0, dtype=torch.int64, device="cpu"), means
         centred = values - values.mean()
         scale = self.width / bins * (centred.square().sum() / max(len(values) - 1, 1)).sqrt()
         codes = (centred / scale + middle).round().clamp(0, bins - 1).nan_to_num(middle).long()
@@ -239,11 +240,11 @@ class CodedValues(KeptValues):
 
     def write(self, values: torch.Tensor, counts: tuple[int, ...], draw: Draw, out: torch.Tensor) -> None:
         codec, _ = self._codec(counts)
-        summary = codec.summarise(values).select(Constant(torch.arange(sum(n > 0 for n in counts))), None)
+        summary = codec.summarise(values).select(Constant(torch.arange(sum(n > 0 for n in counts), device="cpu")), None)
         codec.encode(values, summary, draw, out)
 
     def read(self, data: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-        (codec, summary), values = self._codec(counts), torch.empty(sum(counts))
+        (codec, summary), values = self._codec(counts), torch.empty(sum(counts), dtype=torch.float32, device="cpu")
         codec.decode_rows(data[None], summary, values)
         return values
 
@@ -256,5 +257,5 @@ class CodedValues(KeptValues):
                     segments.append(Segment(Parameter(name, (count,), (1,)), at, 0, count))
                 at += count
             codec = self._bind(segments)
-            self._latest = counts, codec, codec.summarise(torch.zeros(sum(counts)))
+            self._latest = counts, codec, codec.summarise(torch.zeros(sum(counts), dtype=torch.float32, device="cpu"))
         return self._latest[1:]

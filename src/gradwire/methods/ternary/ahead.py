@@ -119,7 +119,7 @@ class AheadPlan(SectionPlan):
         """Return the scalers of all segments; None if one is unknown or zero, the same on all ranks."""
         if context.round < 0:
             # The usual round of a dry run, in which scalers are known.
-            return torch.empty(len(self._names), device=flat.device)
+            return torch.empty(len(self._names), device=flat.device, dtype=torch.float32)
         held = [context.memory.value(f"{SCALER}/{name}") for name in self._names]
         found = [scaler for scaler in held if scaler is not None]
         if len(found) < len(held):

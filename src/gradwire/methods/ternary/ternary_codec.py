@@ -113,7 +113,7 @@ class TernaryCodec(SummableCodec):
         self.kernels.ternary_sum(rows, out, self.sums)
 
     def decode_mean(self, data: torch.Tensor, summary: Summary, begin: int, end: int, flat: torch.Tensor) -> None:
-        scale = ternary(summary).scale * torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        scale = ternary(summary).scale * torch.tensor(1.0 / self.world_size, dtype=torch.float32, device="cpu")
         words = data[: self.mean_bytes(end - begin)]
         self.kernels.decode(words, self.world_size, self.table, scale, begin, end, flat, layout=self.sums)
 
@@ -123,13 +123,13 @@ class TernaryCodec(SummableCodec):
             self.kernels.ternary_sum(rows, total, self.sums)
             self.decode_mean(total, summary, 0, self.units, flat)
             return
-        weight = torch.tensor(1.0 / self.world_size, dtype=torch.float32)
+        weight = torch.tensor(1.0 / self.world_size, dtype=torch.float32, device="cpu")
         for sender, row in enumerate(rows):
             scale = row[: 4 * len(self.table.numel)].view(torch.float32) * weight
             self._decode_one(row[self.side_bytes :], scale, flat, accumulate=sender > 0)
 
     def add_own(self, data: torch.Tensor, summary: Summary, weight: float, flat: torch.Tensor) -> None:
-        scale = ternary(summary).scale * torch.tensor(weight, dtype=torch.float32)
+        scale = ternary(summary).scale * torch.tensor(weight, dtype=torch.float32, device="cpu")
         self._decode_one(data[self.side_bytes :], scale, flat, accumulate=True)
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:

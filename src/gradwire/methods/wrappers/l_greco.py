@@ -252,7 +252,8 @@ class _LayerPlan(BucketPlan):
         choice, due = self._chosen(context), self._layers and self._method.is_due(context.round)
         if flat.is_meta:
             if due:
-                yield from self._told(context, torch.empty(len(self._layers), len(self._dials), device="meta").double())
+                errors = torch.empty(len(self._layers), len(self._dials), dtype=torch.float64, device="meta")
+                yield from self._told(context, errors)
         elif self._layers:
             window = self._added_up(context, flat)
             if due:
@@ -260,7 +261,7 @@ class _LayerPlan(BucketPlan):
                 choice = self._choose(everyone, choice)
                 window.zero_()
                 for s, candidate in zip(self._layers, choice):
-                    dial = torch.tensor(self._dials[candidate], dtype=torch.float64)
+                    dial = torch.tensor(self._dials[candidate], dtype=torch.float64, device="cpu")
                     context.memory.stage_value(f"{DIAL}/{s.parameter.name}", dial)
         plan = self._plan_of(choice)
         return plan, (yield from plan.prepare(context, flat))
@@ -293,18 +294,18 @@ class _LayerPlan(BucketPlan):
         ordered = sorted(self._layers, key=lambda s: s.offset)
         place = {s.parameter.name: i for i, s in enumerate(ordered)}
         table = _table(ordered)
-        draw, every = Draw(context.round, context.rank), Constant(torch.arange(len(ordered)))
+        draw, every = Draw(context.round, context.rank), Constant(torch.arange(len(ordered), device="cpu"))
         found = []
         for operator in self._operators:
             codec = operator.codec(kernels, ordered, context.world_size, seed)
             summary, off = codec.summarise(window), window.clone()
             summary = summary.select(every, summary.shared)
-            body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8)
+            body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8, device="cpu")
             codec.encode(off, summary, draw, body)
             codec.add_own(body, codec.remember(summary, off, draw, True), -1.0, off)
             moments = kernels.moments(off, table)
             found.append(torch.where(torch.isfinite(moments.max_abs), moments.norm.square(), torch.inf))
-        index = torch.tensor([place[s.parameter.name] for s in self._layers])
+        index = torch.tensor([place[s.parameter.name] for s in self._layers], device="cpu")
         return torch.stack(found, 1)[index]
 
     def _told(self, context: Context, errors: torch.Tensor) -> Exchange[torch.Tensor]:

@@ -190,7 +190,7 @@ class TransformedPlan(BucketPlan):
         short: list[Segment] = []
         for s, count in zip(self._light, slots):
             short.append(Segment(Parameter(s.parameter.name, (count,), (1,)), _end(short), 0, count))
-        self._first = torch.tensor([s.offset for s in short], dtype=torch.int64)
+        self._first = torch.tensor([s.offset for s in short], dtype=torch.int64, device="cpu")
         self._dense: list[tuple[Segment, Segment]] = []
         for s in dense:
             short.append(replace(s, offset=_end(short)))
@@ -243,7 +243,7 @@ class TransformedPlan(BucketPlan):
             return Outcome(finite)
 
         def sent(out: torch.Tensor, weight: float) -> None:
-            part = torch.zeros(self._numel)
+            part = torch.zeros(self._numel, dtype=torch.float32, device="cpu")
             for own in told:
                 own(part, weight)
             self._back(context.round, part, out, add=True)

@@ -61,7 +61,7 @@ def break_off(backend: Any) -> None:
     Gloo has no call for that, but closes them when a message has not come within its timeout: such a one is awaited.
     From a rank whose connection has ended it is refused at once, and other connections stay: each rank is asked.
     """
-    nothing = torch.empty(1, dtype=torch.uint8)
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
     others = [] if backend is None else [r for r in range(backend.size()) if r != backend.rank()]
     for other in others:
         with contextlib.suppress(RuntimeError):
@@ -115,7 +115,7 @@ class GlooTransport(Transport):
             self._wait_for(self._backend.barrier())
             return
         # A barrier takes several rounds of messages: over a long link, several times its delay.
-        heard, said = (torch.zeros(self.world_size, dtype=torch.uint8) for _ in range(2))
+        heard, said = (torch.zeros(self.world_size, dtype=torch.uint8, device="cpu") for _ in range(2))
         self._wait_for(self._backend.alltoall_base(heard, said, [], []))
 
     def abort(self) -> None:
@@ -172,7 +172,7 @@ class GlooTransport(Transport):
         """Return a buffer that is kept: fresh pages would cost more than the sum."""
         found = self._rooms.get(name)
         if found is None or len(found) < size:
-            found = self._rooms[name] = torch.empty(size, dtype=torch.uint8)
+            found = self._rooms[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return found[:size]
 
     def end_job(self) -> None:
@@ -231,7 +231,7 @@ class GlooTransport(Transport):
     def _posted_notes(self, place: Hashable, varies: bool, sources: Sequence[int]) -> tuple[Slot | None, torch.Tensor]:
         """Post the receives of the notes beside rows, if there are any; return their slot, and the notes to come."""
         size = self._notes.size(varies)
-        notes = torch.empty((self.world_size, size), dtype=torch.uint8)
+        notes = torch.empty((self.world_size, size), dtype=torch.uint8, device="cpu")
         told = self._slot(place, size, "notes") if size else None
         return told, notes if told is None else told.post(sources, notes)
 
@@ -279,7 +279,7 @@ class GlooTransport(Transport):
             if told is not None:
                 note = self._notes.begin(op.lengths, 1)[0]
                 sent.append(self._send(self._notes.seal(note, row, op.to, slot.tag), op.to, told.tag))
-        arrived = torch.zeros(self.world_size, dtype=torch.int64) if varies else None
+        arrived = torch.zeros(self.world_size, dtype=torch.int64, device="cpu") if varies else None
         self._come(slot, reply, told, came, sources, arrived)
         if op.source is not None and op.arrived is not None and arrived is not None:
             op.arrived.copy_(arrived[op.source])

@@ -94,7 +94,7 @@ class NCCLTransport(Transport):
 
     def _tell(self, op: AllToAll | AllGather, lengths: torch.Tensor) -> torch.Tensor:
         """Send lengths, which are in main memory, and return those received."""
-        received = torch.empty((self.world_size, LENGTH_BYTES), dtype=torch.uint8)
+        received = torch.empty((self.world_size, LENGTH_BYTES), dtype=torch.uint8, device="cpu")
         received = self._host.execute(AllToAll(announce(lengths), received), nullcontext)
         return announced(received, self.rank, op.recv.view(self.world_size, -1).shape[1])
 
@@ -126,7 +126,7 @@ class NCCLTransport(Transport):
     def _swap(self, op: SendRecv) -> torch.Tensor:
         sent, room = op.send, op.recv
         if op.lengths is not None and op.arrived is not None:
-            told = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
+            told = torch.zeros(LENGTH_BYTES, dtype=torch.uint8, device="cpu")
             told = self._host.execute(SendRecv(announce(op.lengths)[0], told, op.to, op.source), nullcontext)
             if op.source is not None:
                 op.arrived.copy_(announced(told.view(1, -1), -1, op.recv.numel(), op.source))

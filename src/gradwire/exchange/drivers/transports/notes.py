@@ -55,7 +55,7 @@ class Notes:
         Args:
             lengths: Length of each row; None if they do not vary.
         """
-        notes = torch.empty((count, self.size(lengths is not None)), dtype=torch.uint8)
+        notes = torch.empty((count, self.size(lengths is not None)), dtype=torch.uint8, device="cpu")
         if lengths is not None:
             notes[:, :LENGTH_BYTES] = announce(lengths)
         self._body = None

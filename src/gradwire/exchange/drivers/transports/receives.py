@@ -101,7 +101,7 @@ class Slot:
 
     def _own_rows(self) -> torch.Tensor:
         if self._rows is None:
-            self._rows = torch.empty(self._shape, dtype=torch.uint8)
+            self._rows = torch.empty(self._shape, dtype=torch.uint8, device="cpu")
         return self._rows
 
     def wait(self) -> None:
