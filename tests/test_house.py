@@ -314,9 +314,6 @@ BY_DEFAULT = (
     "graphs/models.py",
     # Programs, which leave torch's defaults as they are.
     "tools/",
-    # Not yet.
-    "link/membership/",
-    "model/",
 )
 
 

@@ -101,7 +101,7 @@ def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, r
 
     def jobs(names: Sequence[str], numel: int) -> BucketJobs:
         plan = planner.plan(names, 0)
-        flat = torch.randn(numel, generator=generator)
+        flat = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
         link, period = planner.options.link_cost, planner.method.traits.period
         prepare, chunks = profile_locally(plan, flat, world_size, repeats, link=link, period=period)
         return BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous)
@@ -133,7 +133,7 @@ def delays_of(method: Method, shapes: Mapping[str, Sequence[int]], world_size: i
     """
     if method.traits.tries:
         return None
-    meta = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    meta = {name: torch.empty(tuple(shape), device="meta", dtype=torch.float32) for name, shape in shapes.items()}
     parameters, options = exchanged(method, meta, Options())
     try:
         return Planner(method, parameters, world_size, options).delays([list(parameters)])

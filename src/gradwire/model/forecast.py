@@ -143,7 +143,7 @@ def cycle_time(timeline: Timeline, cycle: Cycle, *, machine: Machine, link: Link
 
 def _own_work(method: StepsLocally | None, numel: int, workers: int, repeats: int) -> float:
     """Time the work on a fragment's parameters before and after their exchange."""
-    own, held, mean, velocity = (torch.zeros(numel) for _ in range(4))
+    own, held, mean, velocity = (torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(4))
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()

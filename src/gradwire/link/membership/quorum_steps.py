@@ -201,7 +201,7 @@ class QuorumSteps(LocalSteps):
     def _outgoing(self, names: Sequence[str]) -> torch.Tensor:
         held = self._global.held if self._base is None else self._base
         if not self._share:
-            return torch.zeros(sum(held[name].numel() for name in names))
+            return torch.zeros(sum(held[name].numel() for name in names), dtype=torch.float32, device="cpu")
         parts = [held[name] - flat_view(self._global.pieces[name]).to(torch.float32) for name in names]
         flat = torch.cat(parts)
         return flat if self._share == 1.0 else flat.mul_(self._share)

@@ -163,6 +163,6 @@ class ElasticSampler:
             number, within = divmod(place, self.length)
             if self._order is None or self._order[0] != number:
                 draw = torch.Generator().manual_seed(worker_seed(self.seed, number) % (1 << 63))
-                self._order = number, torch.randperm(self.length, generator=draw)
+                self._order = number, torch.randperm(self.length, generator=draw, device="cpu")
             found.append(int(self._order[1][within]))
         return found

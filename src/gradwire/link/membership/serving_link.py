@@ -237,7 +237,7 @@ class ServingLink(PassingLink):
                 group.send(place, torch.frombuffer(bytearray(told), dtype=torch.uint8))
             for place in newcomers:
                 # It has all that it needs, and the state may change; or 0, and it takes it from the first member.
-                group.receive(place, has_all := torch.empty(1, dtype=torch.uint8))
+                group.receive(place, has_all := torch.empty(1, dtype=torch.uint8, device="cpu"))
                 without += [] if has_all.item() else [place]
         finally:
             server.close()
@@ -249,7 +249,7 @@ class ServingLink(PassingLink):
     def _take_from(self, group: EpochGroup, members: Sequence[int], epoch: Epoch) -> Any:
         addresses = []
         for place in members:
-            told = torch.empty(ADDRESS_BYTES, dtype=torch.uint8)
+            told = torch.empty(ADDRESS_BYTES, dtype=torch.uint8, device="cpu")
             group.receive(place, told)
             host, _, port = told.numpy().tobytes().decode("ascii", "replace").strip().partition(" ")
             if not (port.isascii() and port.isdecimal()):
@@ -268,7 +268,7 @@ class ServingLink(PassingLink):
             # Others may keep it away from the servers, whom the members' own connections do not let in.
             logging.getLogger("gradwire").info("no state from the members' servers, it comes from one: %s", error)
         for place in members:
-            group.send(place, torch.tensor([found is not None], dtype=torch.uint8))
+            group.send(place, torch.tensor([found is not None], dtype=torch.uint8, device="cpu"))
         return receive_state(group, members[0], self._key(epoch)) if found is None else found.state()
 
     def _warm_up_state(self) -> None:

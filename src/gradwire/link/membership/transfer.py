@@ -101,7 +101,7 @@ def send_state(group: EpochGroup, to: int, state: Any, key: bytes) -> None:
     if len(message) > MOST_BYTES:
         raise IncompatibleError(f"the table of a member's state takes {len(message)} bytes, more than {MOST_BYTES}")
     seal = torch.frombuffer(bytearray(hmac.digest(key, message.numpy().tobytes(), "sha256")), dtype=torch.uint8)
-    group.send(to, announce(torch.tensor([len(message)]))[0])
+    group.send(to, announce(torch.tensor([len(message)], device="cpu"))[0])
     group.send(to, message, seal)
     group.send(to, *(body for body in bodies if len(body)))
 
@@ -114,10 +114,12 @@ def receive_state(group: EpochGroup, source: int, key: bytes) -> Any:
         RuntimeError: the connection broke.
     """
     rank = group.ranks[source]
-    told = torch.empty(8, dtype=torch.uint8)
+    told = torch.empty(8, dtype=torch.uint8, device="cpu")
     group.receive(source, told)
-    message = torch.empty(int(announced(told.view(1, 8), -1, MOST_BYTES, first=rank)[0]), dtype=torch.uint8)
-    seal = torch.empty(hashlib.sha256().digest_size, dtype=torch.uint8)
+    message = torch.empty(
+        int(announced(told.view(1, 8), -1, MOST_BYTES, first=rank)[0]), dtype=torch.uint8, device="cpu"
+    )
+    seal = torch.empty(hashlib.sha256().digest_size, dtype=torch.uint8, device="cpu")
     group.receive(source, message, seal)
     text = message.numpy().tobytes()
     if not hmac.compare_digest(seal.numpy().tobytes(), hmac.digest(key, text, "sha256")):
@@ -152,7 +154,7 @@ def room(dtype: Any, shape: Any) -> torch.Tensor:
         size *= length
     if size > MOST_TENSOR_BYTES:
         raise ValueError(f"a tensor of {size} bytes")
-    return torch.empty(shape, dtype=kind)
+    return torch.empty(shape, dtype=kind, device="cpu")
 
 
 def _digest(key: bytes, number: int, body: torch.Tensor) -> bytes:

@@ -60,7 +60,7 @@ class RotatedLevelCodec(OwnRotationCodec):
     ) -> None:
         super().__init__(kernels, segments, world_size, seed, base=grid.base, block_size=block_size)
         self.grid, self.unbiased = grid, unbiased
-        self._lengths = Constant(torch.from_numpy(self.blocks.sizes) * float(grid.values[-1]))
+        self._lengths = Constant(torch.from_numpy(self.blocks.sizes).to(torch.float32) * float(grid.values[-1]))
         # The mean square of a block's coordinates is 1 up to rounding. So at least one is not rounded to zero if the
         # border of zero is clearly below 1.
         self._may_vanish = grid.zero_ends > 0.99
