@@ -14,8 +14,7 @@ def group_of_one() -> Iterator[None]:
     """Be rank 0 of 1 in the ``with`` block.
 
     The group is never freed. If a DDP module were the last to hold it, torch would join the threads of Gloo under
-    Python's lock, for which one of them may wait (pytorch#56297): then nothing ends the test, not even a signal. It
-    happened once in some fifty modules on a busy machine.
+    Python's lock, for which one of them may wait (pytorch#56297): then nothing ends the test, not even a signal.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.distributed_c10d._get_default_group()))

@@ -42,8 +42,8 @@ from ranks import Ranks, start_server
 
 torch.set_num_threads(1)
 triton_first.import_kernels()
-# Torch's store has the name of each connection's other end looked up, at both ends, and waits for the answer: where one
-# question in fifty is not answered, one connection in 25 took five seconds. Forks of this process ask nobody either.
+# Torch's store has the name of each connection's other end looked up, at both ends, and waits for the answer. A name
+# server that leaves out some answers would hold up tests for seconds. Forks of this process ask nobody either.
 forget_name_servers()
 
 # No test is timed: machines are shared. A fixture of properties says what they run on and holds no state.

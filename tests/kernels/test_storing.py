@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from compiled_sources import KERNELS
 
 from gradwire.kernels.numba_core import storing
+from module_files import load_module
 
 PROGRAM = """
 import sys, warnings
@@ -91,12 +91,7 @@ def loaded(path: Path, value: int) -> ModuleType:
         "from gradwire.kernels.numba_core.storing import stored\n\n@stored\ndef number():\n"
         f"    return {value}  # {'padding' * value}\n"
     )
-    spec = importlib.util.spec_from_file_location("numbers_of_test", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(path)
 
 
 @pytest.fixture

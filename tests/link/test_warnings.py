@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import gradwire as gw
 from gradwire.kernels.compiling import compile_time, compiling
 from gradwire.link.failures import LONG_S, WarnOnce
+from module_files import load_module
 from ranks import Ranks
 
 
@@ -37,20 +36,11 @@ def test_a_long_compilation_is_told_by_one_rank_and_a_short_one_by_none(caplog: 
     assert caplog.messages == [f"compiled kernels in {12 * LONG_S:.1f} s; they are kept on disk"]
 
 
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kept", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_what_is_loaded_from_the_cache_takes_no_compile_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "kept.py"
     path.write_text("import numba\n\n@numba.njit(cache=True)\ndef twice(x):\n    return 2 * x\n")
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "cache"))
-    first, again = loaded(path), loaded(path)
+    first, again = load_module(path), load_module(path)
     with compile_time() as compiled:
         assert first.twice(3) == 6
     with compile_time() as kept, compile_time() as outer:
