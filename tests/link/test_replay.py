@@ -305,11 +305,16 @@ def test_programs_that_end_too_soon_or_raise_end_the_replay() -> None:
         gw.replay(late, ends)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("wakes", [True, False])
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_an_interruption_ends_a_replay_also_while_a_program_runs(
-    comes_back: bool, monkeypatch: pytest.MonkeyPatch
+    comes_back: bool, wakes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program of a worker may be waiting for something that never comes, or reach its link a little later."""
+    """The program of a worker may be waiting for something that never comes, or reach its link a little later.
+
+    A signal that another thread receives does not wake the main thread, nor does one just before its wait begins.
+    """
     monkeypatch.setattr(conductor, "INTERRUPTED_S", 60.0 if comes_back else 0.1)
     main, ended, never = threading.get_ident(), threading.Event(), threading.Event()
 
@@ -318,7 +323,7 @@ def test_an_interruption_ends_a_replay_also_while_a_program_runs(
         link.reduce_()
         if membership.name == "b":
             try:
-                signal.pthread_kill(main, signal.SIGINT)
+                signal.pthread_kill(main if wakes else threading.get_ident(), signal.SIGINT)
                 never.wait(0.3 if comes_back else None)
                 link.reduce_()
             finally:

@@ -41,6 +41,8 @@ from gradwire.link.membership.trace import MembershipTrace, TracedEpoch
 
 INTERRUPTED_S = 10.0
 """Time that programs have to end after an error, or after an interruption by the user."""
+LOOKS_EVERY_S = 0.5
+"""Time after which the thread that called :func:`replay` looks whether it was interrupted."""
 
 T = TypeVar("T")
 
@@ -310,7 +312,9 @@ class _Conductor:
             for worker in workers:
                 worker.order, worker.at = order, None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: any(w.error for w in workers) or all(w.at is not None for w in workers))
+            # A signal that comes just before a wait begins, or to another thread, does not end that wait.
+            while not self._changed.wait_for(lambda: _stand(workers), LOOKS_EVERY_S):
+                pass
         for worker in workers:
             if worker.error is not None:
                 raise worker.error
@@ -355,6 +359,11 @@ class _Conductor:
                     worker.order = END
                 self._changed.notify_all()
             worker.thread.join(None if end_s is None else max(0.0, end_s - time.monotonic()))
+
+
+def _stand(workers: Sequence[_Worker]) -> bool:
+    """Return whether each worker stands somewhere, or one of them failed."""
+    return any(worker.error for worker in workers) or all(worker.at is not None for worker in workers)
 
 
 def _eras(trace: MembershipTrace) -> Iterator[_Era]:
