@@ -88,7 +88,7 @@ class LinkReports:
         """Return the measured errors of the exchange, its gauges and its times.
 
         Returns:
-            ``parameters``: by name, for the last measured round (10, 30, and every 100th): ``relative_error`` and
+            ``parameters``: by name, for the last measured round (0, 10, 30, and every 100th): ``relative_error`` and
             ``cosine`` of the vector that this rank sent to its gradient, ``gradient_norm`` and ``sent_norm``, and
             ``density``, the share of the elements sent that are not zero; ``residual_norm``, the norm of the current
             residual, if the method keeps one for each parameter; ``dial``, the value in force, if the method chooses

@@ -86,7 +86,7 @@ def attach(
             once the relative error of any rank exceeds ``fallback_limit``. ``link.record()["fallback"]`` has the round
             and the reason.
         fallback_limit: Limit of the relative error: |sent - gradient| of a rank over all parameters, divided by the
-            root mean square of |gradient| over ranks, measured in rounds 10, 30 and every 100. It grows with the
+            root mean square of |gradient| over ranks, measured in rounds 0, 10, 30 and every 100th. It grows with the
             residual of a biased method and with the variance of an unbiased one; ``link.diagnostics()`` shows usual
             values.
         backend: Backend of the kernels.

@@ -132,7 +132,7 @@ class ExchangeOptions:
     ] = None
     fallback_limit: Annotated[
         float | None,
-        _link(help="Relative error, such as 5.0, of what a worker sends; measured at steps 10, 30 and every 100"),
+        _link(help="Relative error, such as 5.0, of what a worker sends; measured at steps 0, 10, 30 and every 100th"),
     ] = None
     check_every: Annotated[
         int | None,
