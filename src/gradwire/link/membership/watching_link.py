@@ -98,7 +98,8 @@ class WatchingLink(StoreSteps):
                 self._heed(group)
             finally:
                 self._lock.release()
-        elif self._has_lost(group) or self._is_deserted(group):
+        # The thread that trains may have begun the next epoch meanwhile, whose connections these are no more.
+        elif group is self._epoch_group and (self._has_lost(group) or self._is_deserted(group)):
             self._abort()
 
     def _has_lost(self, group: EpochGroup) -> bool:
