@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import itertools
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -31,6 +33,7 @@ import torch.distributed as dist
 import interpreters
 
 TIMEOUT_S = 90
+_REQUESTS = itertools.count()
 
 
 class RankError(Exception):
@@ -217,7 +220,7 @@ def _script_server(imports: tuple[str, ...], requests: Connection) -> None:
         raise AssertionError(f"importing {', '.join(imports)} starts a thread: a fork is not safe")
     while True:
         try:
-            asked = requests.recv()
+            number, asked = requests.recv()
         except EOFError:
             os._exit(0)
         pipes, children = [], []
@@ -240,7 +243,7 @@ def _script_server(imports: tuple[str, ...], requests: Connection) -> None:
             else:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-        requests.send(answers)
+        requests.send((number, answers))
 
 
 @cache
@@ -261,6 +264,18 @@ def _answers(pipes: Sequence[Connection]) -> list[tuple[str, Any]]:
     return found
 
 
+def unused_port() -> int:
+    """Return a port that nobody has, from those that the kernel hands out neither to listeners nor to connections.
+
+    One that it had handed out and got back could be another process's before a script listens there.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def run_script(path: Path, *words: object, world_size: int = 2, imports: tuple[str, ...] = ()) -> str:
     """Run a script on every rank, with the variables that torchrun sets; return what rank 0 printed.
 
@@ -272,14 +287,16 @@ def run_script(path: Path, *words: object, world_size: int = 2, imports: tuple[s
         world_size: Number of ranks.
         imports: Modules that take long to import, and that several calls with the same ones share.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     asked = [(rank, world_size, port, str(path), [str(word) for word in words]) for rank in range(world_size)]
     if imports and interpreters.can_fork():
         server = _script_server_with(imports)
-        server.send(asked)
-        answers = server.recv()
+        number = next(_REQUESTS)
+        server.send((number, asked))
+        answered, answers = server.recv()
+        # A test that was ended while it waited has left its answers.
+        while answered != number:
+            answered, answers = server.recv()
     else:
         answers = _answers_of_processes(asked)
     # All of them: the first rank's error may only say that another one has ended.

@@ -66,7 +66,8 @@ def test_it_is_what_is_imported(site: Path, tmp_path: Path) -> None:
 
 
 def test_commands_and_reports_pass_their_tests(site: Path, tmp_path: Path) -> None:
-    shutil.copytree(REPOSITORY / "tests", tmp_path / "tests")
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "tests", tmp_path / "tests", ignore=without)
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     chosen = ("tests/cli/test_commands.py", "tests/report", "-m", "not ranks and not repository")
     told = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, folder=tmp_path, site=site)

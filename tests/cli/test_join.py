@@ -65,10 +65,11 @@ class Running:
     def wait_for(self, pattern: str) -> re.Match[str]:
         end_s = time.monotonic() + WAIT_S
         while time.monotonic() < end_s:
+            ended = self.process.poll() is not None
             found = re.search(pattern, self.out.read_text())
             if found:
                 return found
-            assert self.process.poll() is None, self.out.read_text()
+            assert not ended, self.out.read_text()
             time.sleep(0.05)
         raise AssertionError(self.out.read_text())
 

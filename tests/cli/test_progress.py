@@ -131,14 +131,13 @@ def test_the_rate_is_that_of_the_latest_minute() -> None:
 
 
 def test_the_thread_of_plain_lines_ends_with_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    before = threading.active_count()
     with Progressing(every_s=0.01) as shown:
         shown.start(plan())
         (thread,) = [t for t in threading.enumerate() if getattr(t, "_target", None) == shown._tick_on]
         while "starting simulated workers" not in capsys.readouterr().err.partition("so far")[0]:
             pass
     thread.join(10)
-    assert threading.active_count() == before
+    assert not thread.is_alive()
 
 
 def test_a_simulated_run_tells_its_steps_before_any_row_of_metrics(

@@ -163,6 +163,10 @@ def test_watching_follows_checkpoints_until_it_is_interrupted(tmp_path: Path) ->
             while not file.exists() or not torch.equal(load_file(file)["w"], weights["w"]):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
+        # An interruption before a process has said so may lose the row that it prints at its end.
+        for process in processes:
+            assert process.stderr is not None
+            assert any(" 3: " in line for line in process.stderr)
     finally:
         for process in processes:
             process.send_signal(signal.SIGINT)

@@ -198,7 +198,7 @@ def test_train_takes_the_group_that_torchrun_gives(tmp_path: Path) -> None:
         [sys.executable, "-m", "torch.distributed.run", *words, "--steps", "6", "--json", "--out", str(tmp_path / "r")],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=280,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -47,7 +47,7 @@ def elastic(folder: Path) -> str:
     # Else Gloo finds the addresses of workers that are gone.
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     log, environment, killed = folder / "log", {**os.environ, **fresh}, False
-    command = [sys.executable, "-m", "torch.distributed.run", *words, *STEPS, "--pause", "0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, *STEPS, "--pause", "0.2"]
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as agent:
         deadline = time.monotonic() + 240
         while agent.poll() is None:

@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "published_weights.py"
 
 def test_the_reader_follows_to_the_last_step_with_the_trainers_bytes() -> None:
     command = [sys.executable, str(EXAMPLE), "--epochs", "6"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110).stdout
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
     trained = dict(re.findall(r"trainer: step (\d+), .* weights (\w+)", told))
     followed = dict(re.findall(r"reader: step (\d+), .* weights (\w+)", told))
     assert len(trained) == 6

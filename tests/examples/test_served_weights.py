@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_a_server_generates_the_trainers_text_at_each_step() -> None:
     command = [sys.executable, str(EXAMPLES / "served_weights.py"), "--steps", "3"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110).stdout
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout
     rows = re.findall(r"step (\d): (\d+) bytes, loaded .*served, the trainer's text: True", told)
     assert [int(step) for step, _ in rows] == [0, 1, 2]
     sizes = [int(nbytes) for _, nbytes in rows]
@@ -40,7 +40,7 @@ def check(told: str, steps: int) -> None:
 def test_two_readers_follow_over_a_lab() -> None:
     words = ["lab", "--hosts", "3", "--bandwidth", "100mbit", "--", sys.executable]
     command = [sys.executable, "-m", "gradwire", *words, str(EXAMPLES / "published_lab.py"), "--steps", "6"]
-    check(subprocess.run(command, capture_output=True, text=True, check=True, timeout=110).stdout, 6)
+    check(subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout, 6)
 
 
 @pytest.mark.ranks

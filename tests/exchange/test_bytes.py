@@ -23,6 +23,6 @@ def test_interface_counters_agree_within_five_percent() -> None:
     ):
         pytest.skip("this machine gives no network namespace (unshare)")
     command = [sys.executable, str(ROOT / "benchmarks" / "speed" / "bench_bytes.py"), "--workers", "3", "--rounds", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("3 workers") == 4

@@ -93,7 +93,7 @@ def gradwire(*words: object, fresh: bool = False, **options: Any) -> subprocess.
     """Run the command line to its end in a process of its own; ``fresh``: it and all that it starts import anew."""
     command = [sys.executable, "-m", "gradwire.tools.cli.main", *map(str, words)]
     with forking(fresh):
-        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
+        return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, **options)
 
 
 def start_gradwire(*words: object) -> subprocess.Popen[str]:

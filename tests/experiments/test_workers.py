@@ -17,7 +17,7 @@ from run_help import Listener, alive, children, model_of, same, start_gradwire, 
 
 from gradwire.tools.experiments import run
 from gradwire.tools.experiments.config import RunConfig
-from gradwire.tools.experiments.errors import UsageError, WorkerError
+from gradwire.tools.experiments.errors import RunError, UsageError, WorkerError
 from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps
 from gradwire.tools.experiments.run_record import check_workers
 from gradwire.tools.experiments.simulate import SimulatedEngine
@@ -98,7 +98,7 @@ def test_a_killed_worker_ends_the_run_with_one_line(
 ) -> None:
     process, workers, folder = endless
     os.kill(workers[1], signal.SIGKILL)
-    _, told = process.communicate(timeout=25)
+    _, told = process.communicate(timeout=80)
     assert process.returncode == 1
     (line,) = [line for line in told.splitlines() if line.startswith("gradwire:")]
     assert "worker 1 was killed by SIGKILL" in line
@@ -143,11 +143,23 @@ def test_no_worker_outlives_its_parent(
 ) -> None:
     process, workers, folder = endless
     process.send_signal(number)
-    _, told = process.communicate(timeout=10)
-    wait_for(lambda: not any(map(alive, workers)), 5, "all workers to end")
+    _, told = process.communicate(timeout=80)
+    wait_for(lambda: not any(map(alive, workers)), 60, "all workers to end")
     assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -9}[number]
     assert "Traceback" not in told
     assert checkpoint_steps(folder)
+
+
+def test_a_run_is_continued_by_one_process_and_at_once_after_a_kill(
+    endless: tuple[subprocess.Popen[str], list[int], Path],
+) -> None:
+    process, _, folder = endless
+    with pytest.raises(RunError, match=f"another process trains in {folder}"):
+        run.resume(folder, Listener(), stop_after=1)
+    process.kill()
+    process.wait()
+    run.resume(folder, Listener(), stop_after=1)
+    assert model_of(folder)
 
 
 def test_the_worker_that_failed_by_itself_is_the_one_that_is_named(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def settled(lab: Network) -> RelayReport:
 def check_delay_and_loss(lab: Network, serving: Any) -> None:
     """Host 0 sends 2000 datagrams to host 1, which answers each; 10 % of the frames are lost in each direction."""
     serving(lab, 1, "echo", "serve", PORT)
-    times_ms = [float(word) for word in run_on(lab, 0, "echo", "ask", lab.address(1), PORT, 2000, 1.0).split()]
+    times_ms = [float(word) for word in run_on(lab, 0, "echo", "ask", lab.address(1), PORT, 2000, 3.0).split()]
     assert min(times_ms) >= 2 * 5.0
     # An answer comes with a probability of 0.81: within 5 standard deviations of 1620. A busy machine also drops
     # datagrams where a program does not empty its socket in time: 40 more.
@@ -160,7 +160,7 @@ def test_the_relay_survives_what_runs_on_hosts_and_goes_with_its_lab(serving: An
         os.kill(echo.pid, signal.SIGKILL)
         echo.communicate()
         serving(lab, 1, "echo", "serve", PORT)
-        assert len(run_on(lab, 0, "echo", "ask", lab.address(1), PORT, 3, 1.0).split()) == 3
+        assert len(run_on(lab, 0, "echo", "ask", lab.address(1), PORT, 3, 30.0).split()) == 3
     assert not alive(relay)
     assert spaces(lab.name) == []
 

@@ -138,6 +138,8 @@ def test_a_rate_spreads_frames_over_time_and_drops_what_does_not_fit_its_queue(o
     for mark in range(80):
         net.send(0, 1, 1000, mark)
     began = time.monotonic_ns()
+    # In one go: the queue would be emptied while this process sleeps.
+    net.run(100.0)
     net.settle()
     took_ms = (time.monotonic_ns() - began) / MS
     marks = net.received(1)

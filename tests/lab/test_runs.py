@@ -188,7 +188,7 @@ class TestOnALab:
         train = [sys.executable, "-m", "gradwire.tools.cli.main", "train", "digits", "--steps", "4"]
         command = [sys.executable, "-m", "gradwire.tools.cli.main", "lab", "--hosts", "2", "--", *train]
         done = subprocess.run(
-            [*command, "--out", str(tmp_path / "r")], capture_output=True, text=True, timeout=100, check=False
+            [*command, "--out", str(tmp_path / "r")], capture_output=True, text=True, timeout=280, check=False
         )
         assert done.returncode == 0, done.stderr
         assert json.loads((tmp_path / "r" / "config.json").read_text())["world_size"] == 2

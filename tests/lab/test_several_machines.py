@@ -37,7 +37,7 @@ def on_two_hosts(command: str, shell: bool = False) -> tuple[int, str]:
     runner = ["sh", "-c"] if shell else program("as_a_shell")
     process = start_lab("--hosts", 2, "--", *runner, words, env=environment)
     try:
-        told = "".join(process.communicate(timeout=110))
+        told = "".join(process.communicate(timeout=280))
     finally:
         process.kill()
     return process.returncode, told

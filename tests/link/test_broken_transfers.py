@@ -75,7 +75,7 @@ def test_ranks_learn_that_the_receiver_of_a_long_message_has_ended() -> None:
 
 def train(address: str, secret: str, name: str, pipe: Connection, least: int, victim: bool) -> Any:
     parameter = nn.Parameter(torch.zeros(NUMEL))
-    with gw.join(address, secret=secret, name=name, least=least, silence_s=120.0) as membership:
+    with gw.join(address, secret=secret, name=name, least=least, silence_s=120.0, grace_s=20.0) as membership:
         link = gw.Link([("weight", parameter)], "fp32", group=membership, chunk_numel=NUMEL)
         while not pipe.poll():
             if victim and link.round == STOPPED_AT:

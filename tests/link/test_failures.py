@@ -8,7 +8,6 @@ import gc
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import weakref
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.link.peers import circle
 from oracle import layers, square_loss
-from ranks import fresh_ranks, wait_until_watched
+from ranks import fresh_ranks, unused_port, wait_until_watched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
@@ -155,12 +154,6 @@ def train_until(spec: str, victim: int, how: str, port: int, part: Sequence[int]
     return "no error", "", 0.0
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 KILLED = "ended without a word (killed, or out of memory?)"
 UNCAUGHT = "failed with KeyError: 'boom', which nobody caught"
 
@@ -182,7 +175,7 @@ UNCAUGHT = "failed with KeyError: 'boom', which nobody caught"
 )
 def test_every_survivor_names_the_rank_that_ended(spec: str, victim: int, how: str, hosted: bool, said: str) -> None:
     with fresh_ranks(4, group_timeout_s=600) as ranks:
-        ranks.start(train_until, spec, victim, how, free_port() if hosted else 0)
+        ranks.start(train_until, spec, victim, how, unused_port() if hosted else 0)
         answers = ranks.collect(60)
     assert answers.pop(victim)[0] == "gone"
     for kind, value in answers:
@@ -212,12 +205,13 @@ def end_within(what: str, folder: str) -> tuple[str, str, str]:
 
     rank = dist.get_rank()
     parameters = list(layers(3).named_parameters())
+    # Ranks that import this module later than others would come to the call when rank 3 has ended.
+    dist.barrier()
 
     def deadly(given: Any) -> Any:
         if rank == 3:
-            if what != "elsewhere":
-                # The others are waiting by now.
-                time.sleep(0.5)
+            # The others are waiting by now.
+            time.sleep(0.5)
             end("killed")
         yield from given
 
@@ -283,7 +277,7 @@ def begin_without_store(port: int) -> str:
 
 def test_a_link_that_begins_when_the_host_of_the_store_has_ended_names_it() -> None:
     with fresh_ranks(3, group_timeout_s=600) as ranks:
-        ranks.start(begin_without_store, free_port())
+        ranks.start(begin_without_store, unused_port())
         (gone, _), *found = ranks.collect(60)
     assert gone == "gone"
     lost = "rank 0 ended, or is out of reach, and with it the process group's store, which it holds"

@@ -17,6 +17,7 @@ from torch import nn
 import gradwire as gw
 import gradwire.link.link as link_module
 from crew import Crew, Worker, crew, cut_off_in_meetings, die_in_exchange, learn, report_late
+from gradwire.link.membership import store_steps
 
 pytestmark = pytest.mark.ranks
 
@@ -49,6 +50,8 @@ def train(
     drawn: list[list[int]] = []
     grew = 0
     gradients, means = torch.zeros(785, dtype=torch.float64), torch.zeros(785, dtype=torch.float64)
+    if "vanished_s" in more:
+        store_steps.VANISHED_S = more["vanished_s"]
     if "cuts" in more:
         cut_off_in_meetings(more["cuts"])
     if "reports_after_s" in more:
@@ -191,7 +194,8 @@ def test_a_worker_that_is_told_to_end_leaves_after_its_round_and_hands_over_what
 @pytest.mark.parametrize(("cuts", "left_out"), [(1, 0), (2, 1)])
 def test_connections_that_break_while_members_meet_are_made_again_once(cuts: int, left_out: int) -> None:
     with crew() as workers:
-        soon = {"until_told": True}
+        # On a busy machine one may learn of broken connections a second before the other.
+        soon = {"until_told": True, "vanished_s": 2.0}
         a, b, c = begin(workers, "abc", "terngrad", 0, a=soon, b={**soon, "cuts": cuts}, c=soon)
         c.reach(3)
         c.signal(signal.SIGKILL)
@@ -204,12 +208,12 @@ def test_connections_that_break_while_members_meet_are_made_again_once(cuts: int
 
 def test_a_newcomer_begins_with_the_state_of_the_others() -> None:
     with crew() as workers:
-        a, b = begin(workers, "ab", "PowerSGD(matrix_rank=2)", 40, a={"pause_s": 0.15})
+        a, b = begin(workers, "ab", "PowerSGD(matrix_rank=2)", 60, a={"pause_s": 0.15})
         b.reach(5)
-        c = workers.start("c", train, "PowerSGD(matrix_rank=2)", 1, 40, {})
+        c = workers.start("c", train, "PowerSGD(matrix_rank=2)", 1, 60, {})
         assert [w.end()["members"] for w in (a, b, c)] == [3, 3, 3]
         assert min(c.steps) > 5
-        assert same_bits(a, b, c) == 40
+        assert same_bits(a, b, c) == 60
         assert (a.result["joined"], a.result["lost"], a.result["digests_differed"]) == (1, 0, 0)
         # It came in before the others computed their gradients, so that they need not wait for its.
         assert (a.result["grew"], b.result["grew"]) == (0, 0)
@@ -310,7 +314,7 @@ def train_slowly(address: str, secret: str, name: str, pipe: Connection) -> floa
     """Take two rounds, and compute for long then; return how long it took until the others had met without c."""
     parameter = nn.Parameter(torch.zeros(64))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    with gw.join(address, secret=secret, name=name, least=3, silence_s=60.0) as membership:
+    with gw.join(address, secret=secret, name=name, least=3, silence_s=60.0, grace_s=20.0) as membership:
         link = gw.Link([("weight", parameter)], "terngrad", group=membership, optimizer=optimizer, min_numel=0)
         for _ in range(2):
             parameter.grad = torch.ones(64)
@@ -347,7 +351,7 @@ def train_with_wrong_digests(
     link_module.value_terms = terms  # type: ignore[attr-defined]
     parameter = nn.Parameter(torch.zeros(64))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    with gw.join(address, secret=secret, name=name, least=3, silence_s=60.0) as membership:
+    with gw.join(address, secret=secret, name=name, least=3, silence_s=60.0, grace_s=20.0) as membership:
         link = gw.Link([("weight", parameter)], "terngrad", group=membership, optimizer=optimizer, min_numel=0)
         while link.round < steps:
             parameter.grad = torch.ones(64)

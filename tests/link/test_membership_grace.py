@@ -80,6 +80,8 @@ def test_one_that_was_cut_off_leaves_it_to_the_others_who_is_late(
     epoch = Epoch(4, tuple(Member(new_id()) for _ in range(5)))
     keys = [report_key(4, id) for id in epoch.ids()[1:]]
     told = {key: EpochReport(4, id, 7, True) for key, id in zip(keys, epoch.ids()[1:])}
+    # A busy machine may look once more after the time is over.
+    later = later if found > at_once else 0
     began_s = time.monotonic()
 
     def get_all(wanted: list[str], kind: type[EpochReport], *, each: bool) -> dict[str, EpochReport]:

@@ -52,7 +52,7 @@ def train(address: str, secret: str, name: str, pipe: Connection, keyed: bool, h
     torch.manual_seed(0)
     module = nn.Linear(60, 50)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    times = {"silence_s": 30.0, "grace_s": 3.0, "patience_s": 30.0}
+    times = {"silence_s": 30.0, "grace_s": 30.0, "patience_s": 60.0}
     with gw.join(address, secret=secret, name=name, least=least, keyed=keyed, **times) as membership:
         link = gw.Link(module.named_parameters(), "terngrad", group=membership, optimizer=optimizer, min_numel=0)
         if hostile:
@@ -106,7 +106,7 @@ def test_a_worker_with_another_setting_is_refused(caplog: pytest.LogCaptureFixtu
 
     def ask(address: str, secret: str) -> None:
         parameter = nn.Parameter(torch.zeros(10))
-        with gw.join(address, secret=secret, name="other", keyed=False, patience_s=2.0) as membership:
+        with gw.join(address, secret=secret, name="other", keyed=False, patience_s=4.0) as membership:
             try:
                 gw.Link([parameter], "terngrad", group=membership)
             except gw.ExchangeError as error:

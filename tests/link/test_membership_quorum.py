@@ -175,6 +175,9 @@ def train(
             optimizer.zero_grad()
             module(torch.randn(8, 6, generator=draw)).square().mean().backward()
             time.sleep(more.get("pause_s", 0.0))
+            until = link.round + more.get("rounds_a_step", 0)
+            while link.round < until and not pipe.poll():
+                time.sleep(0.005)
             if "samples" in more:
                 link.weigh(more["samples"])
             before = link.round
@@ -232,7 +235,7 @@ def test_a_slow_worker_holds_nobody_up_and_its_late_difference_is_merged_with_it
     with crew() as workers:
         rule = {"quorum": 2, "late_s": 0.05, "staleness": 50}
         a, b, c = begin(
-            workers, "abc", LOCAL_SGD, rule, a={"samples": 3}, b={"samples": 1}, c={"pause_s": 0.8, "samples": 5}
+            workers, "abc", LOCAL_SGD, rule, a={"samples": 3}, b={"samples": 1}, c={"rounds_a_step": 3, "samples": 5}
         )
         contributed(c, 2)
         end(a, b, c)
@@ -275,18 +278,20 @@ def test_a_residual_stays_while_its_worker_sits_out_and_nothing_is_lost() -> Non
         a, b = begin(workers, "ab", spec, {"quorum": 1, "late_s": 0.03, "staleness": 50}, b={"pause_s": 0.3})
         contributed(b, 3)
         end(a, b)
-        rounds = range(1, max(max(a.steps), max(b.steps)) + 1)
-        assert same_bits(a, b) == len(rounds)
+        rounds = sorted(set(a.steps) & set(b.steps))
+        # One of them may take another round when the other has ended.
+        taken = [*a.steps.values(), *b.steps.values()]
+        assert same_bits(a, b) == len(rounds) >= max(max(a.steps), max(b.steps)) - 1
         idle = [r for r in rounds if r > 1 and b.steps[r]["share"] == 0]
         assert idle
         assert all(b.steps[r]["waits"] == b.steps[r - 1]["waits"] for r in idle)
         assert len({r["waits"] for r in b.steps.values()}) > 1
-        # n times the sum of means is the sum of what was weighed in, less what still waits in residuals.
-        entered = sum(torch.tensor(w.steps[r]["sent"]) * w.steps[r]["share"] for w in (a, b) for r in rounds)
-        means = sum(torch.tensor(a.steps[r]["mean"]) for r in rounds)
+        # What was weighed in, less what still waits in residuals, is the sum of means, each counted by all who took it.
+        entered = sum(torch.tensor(told["sent"]) * told["share"] for told in taken)
+        means = sum(torch.tensor(told["mean"]) for told in taken)
         waiting = torch.tensor(a.result["residual"]) + torch.tensor(b.result["residual"])
         assert waiting.norm() > 0
-        torch.testing.assert_close(2 * means + waiting, entered, rtol=0, atol=1e-5)
+        torch.testing.assert_close(means + waiting, entered, rtol=0, atol=1e-5)
 
 
 def test_a_worker_lost_while_it_computes_is_left_behind_and_another_comes_in() -> None:
@@ -295,7 +300,7 @@ def test_a_worker_lost_while_it_computes_is_left_behind_and_another_comes_in() -
     with crew() as workers:
         a, b, c = begin(workers, "abc", spec, rule, b={"pause_s": 0.4, "die_after": 3}, c={"pause_s": 0.1})
         assert b.end() is None
-        a.reach(max(a.steps) + 3)
+        a.reach(max(a.steps) + 8)
         d = workers.start("d", train, spec, 1, {**rule, "pause_s": 0.2})
         contributed(d, 1)
         end(a, c, d)

@@ -188,7 +188,7 @@ def test_far_records_are_read_by_spare_connections_whatever_becomes_of_these(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradwire.link.membership.board.FAR_S", 0.0)
-    monkeypatch.setattr("gradwire.link.membership.board.CONNECT_S", 0.2)
+    monkeypatch.setattr("gradwire.link.membership.board.CONNECT_S", 0.2 if how == "silent" else 20.0)
     with serving_a_board() as board:
         reports = {f"report/1/{letter}": EpochReport(1, letter * 16, 3, True) for letter in "abcdef"}
         for key, report in reports.items():
