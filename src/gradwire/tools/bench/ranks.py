@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -78,7 +77,9 @@ class Ranks:
         self._variables = dict(variables or {})
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs: list[IO[bytes]] = []
-        port, given = _free_port(), {"model": model}
+        # A port that was found free here could be taken before rank 0 listened there.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if network is None else None
+        port, given = 0 if self._store is None else self._store.port, {"model": model}
         if device != "cpu":
             given |= {"device": device, "backend": backend_of(device, hosts, network)}
         try:
@@ -97,6 +98,8 @@ class Ranks:
             return start(self.network, host, command, variables, **options)
         variables |= {"RANK": str(host), "WORLD_SIZE": str(self.hosts), **loopback()}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        # As torchrun says that it holds the store.
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": str(True)}
         return subprocess.Popen(
             command,
             env={**os.environ, **variables, **self._variables},
@@ -175,12 +178,6 @@ def backend_of(device: str, hosts: int, network: Network | None) -> str:
     """
     alone = device == "cuda" and network is None and hosts <= torch.cuda.device_count() and dist.is_nccl_available()
     return "cpu:gloo,cuda:nccl" if alone else "gloo"
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextlib.contextmanager
