@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -116,6 +117,7 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
 
 def with_trainer(folder: Path) -> dict[str, Any]:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import HPSearchBackend
 
     class Squares(nn.Module):
         def __init__(self) -> None:
@@ -154,6 +156,19 @@ def with_trainer(folder: Path) -> dict[str, Any]:
         "rounds": None if link is None else link.round,
         "states": sorted(str(path.relative_to(folder)) for path in folder.rglob("common.pt")),
     }
+    attachment.link.close()
+    found["with a closed link"] = refusal(trainer.train)
+
+    # As a backend of a search for hyperparameters does, with a new accelerator for each trial.
+    arguments = TrainingArguments(**usual, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer = Trainer(model_init=Squares, args=arguments, train_dataset=rows)
+    attachment = gw.integrations.trainer(trainer, METHOD)
+    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.WANDB, None
+    trainer._get_output_dir = lambda trial: str(folder / f"rate-{trial['learning_rate']}")
+    for rate in (0.1, 0.2):
+        trainer.train(trial={"learning_rate": rate})
+        is_saved = (folder / f"rate-{rate}" / "checkpoint-2" / "gradwire" / "common.pt").exists()
+        found[f"trial {rate}"] = [attachment.module is trainer.model and attachment.link.round, is_saved]
     attachment.link.close()
 
     class TooLarge(TrainerCallback):  # type: ignore[misc]
@@ -243,6 +258,8 @@ def with_lightning(folder: Path) -> dict[str, Any]:
     made, attachment = trainer(6, **mixed)
     made.fit(Squares(), loader(), ckpt_path=last, weights_only=False)
     found["rounds of last.ckpt, resumed"] = attachment.link.round
+    told = refusal(lambda: made.save_checkpoint("memory://away/a.ckpt"))
+    found["remote"] = [told, fsspec.filesystem("memory").exists("/away/a.ckpt")]
 
     made, attachment = trainer(2, **mixed)
     module = Squares()
@@ -281,6 +298,10 @@ def with_fabric(folder: Path) -> dict[str, Any]:
     found["keys"], found["rounds after a look"] = sorted(numbers), attachment.link.round
     fabric.load(folder / "a.ckpt", {"model": model, "optimizer": optimizer})
     found["rounds after a load"] = attachment.link.round
+    told = refusal(lambda: fabric.save("memory://away/a.ckpt", {"model": model}))
+    found["remote"] = [told, fsspec.filesystem("memory").exists("/away/a.ckpt")]
+    fabric.save("memory://away/b.ckpt", {"step": 3})
+    found["numbers alone"] = fsspec.filesystem("memory").exists("/away/b.ckpt")
     attachment.link.close()
 
     fabric, attachment = started()
@@ -359,6 +380,8 @@ def with_one_process(folder: Path) -> dict[str, Any]:
     optimizer.step()
     fabric.save(folder / "a.ckpt", {"model": wrapped})
     fabric.load(folder / "a.ckpt", {"model": wrapped})
+    fabric.save("memory://away/a.ckpt", {"model": wrapped})
+    fabric.load("memory://away/a.ckpt", {"model": wrapped})
     found["fabric"] = [strategy.attachment.link is None, not torch.equal(model[0].weight, before)]
 
     strategy = gw.integrations.lightning(METHOD)

@@ -14,6 +14,7 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.integrations.attachment import Attachment
+from gradwire.integrations.lightning_strategies import folder_of
 from ranks import RankError, run_script
 
 pytestmark = [pytest.mark.ranks, pytest.mark.repository]
@@ -102,6 +103,9 @@ def test_the_trainer_attaches_to_what_it_compiles_and_accumulates(tmp_path: Path
     assert found["states"] == ["run-3/checkpoint-2/gradwire/common.pt"]
     assert (found["compiled"], found["rounds"]) == ("OptimizedModule", 2)
     assert "this trainer has trained already" in found["trained already"]
+    assert "would train without the method" in found["with a closed link"]
+    for trial in ("trial 0.1", "trial 0.2"):
+        assert found[trial] == [2, True], "each trial has a link, and saves its state"
     assert found["begun, rounds"] == [2, 4], "the second attempt goes on from the two rounds of the checkpoint, too"
 
 
@@ -114,6 +118,8 @@ def test_lightning_resumes_a_link_and_nothing_that_it_validated(tmp_path: Path) 
     assert "last.ckpt" in found["files"]
     assert found["rounds of last.ckpt, resumed"] == 6
     assert found["rounds after a validation"] == 2
+    assert "is a remote checkpoint" in found["remote"][0]
+    assert not found["remote"][1], "nothing is written beside what cannot be"
     assert found["after a search"] == [2, True], "a search for the learning rate leaves nothing behind"
     assert found["with a search"] == [2, True], "the fit goes on from before the search"
 
@@ -124,6 +130,9 @@ def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> Non
     assert found["keys"] == ["model", "optimizer"]
     assert found["rounds after a look"] == 4, "a checkpoint that is only read changes nothing"
     assert found["rounds after a load"] == 3
+    assert "is a remote checkpoint" in found["remote"][0]
+    assert not found["remote"][1], "nothing is written beside what cannot be"
+    assert found["numbers alone"], "a checkpoint without a module has nothing beside it"
     assert "call fabric.setup first" in found["too early"]
     assert found["rounds of two"] == [2, 3], "each module has a link of its own"
     assert found["optimizers of two"] == [[0.1], [1.1]]
@@ -158,3 +167,18 @@ def test_what_does_not_train_by_ddp_is_refused(kind: str) -> None:
         gw.integrations.accelerate(accelerator, METHOD)
     with pytest.raises(gw.IncompatibleError, match=f"trains by {kind}"):
         gw.integrations.trainer(SimpleNamespace(accelerator=accelerator), METHOD)
+
+
+def test_a_state_lies_on_this_machine_or_is_refused(tmp_path: Path) -> None:
+    """As a local path, a remote one would put the state into a folder that is lost with the machine."""
+    assert folder_of(f"file://{tmp_path}/x") == folder_of(tmp_path / "x") == Path(f"{tmp_path.resolve()}/x.gradwire")
+    for path in ("s3://bucket/x.ckpt", "simplecache::gs://bucket/x.ckpt"):
+        with pytest.raises(gw.IncompatibleError, match=f"{path} is a remote checkpoint"):
+            folder_of(path)
+
+
+@pytest.mark.parametrize("name", ["ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"])
+def test_a_hook_of_lightnings_own_is_refused(name: str) -> None:
+    """It would never be registered, and a state of local steps would average parameters all the same."""
+    with pytest.raises(gw.IncompatibleError, match=f"ddp has {name}: DDP takes one hook"):
+        gw.integrations.lightning(METHOD, ddp={name: 1})

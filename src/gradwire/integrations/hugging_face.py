@@ -21,6 +21,11 @@ LATE = (
     "gw.integrations.accelerate before prepare, or give it what prepare returned (model=...)"
 )
 
+UNUSED = (
+    "this trainer would train without the method: it wraps no module in DistributedDataParallel, or the link was "
+    "closed; build a new Trainer, and call gw.integrations.trainer before train"
+)
+
 
 def accelerate(
     accelerator: Any, method: str | Method, *, model: Any = None, fresh: bool = False, **options: Any
@@ -155,6 +160,7 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
 
     Call this on all processes before ``train``. Checkpoints then have a folder ``gradwire`` with the method's memory on
     each rank, and ``resume_from_checkpoint`` reads it. ``save_total_limit`` removes it with the rest of a checkpoint.
+    In ``hyperparameter_search`` each trial has a link and a state of its own.
 
     Args:
         trainer: The trainer.
@@ -167,7 +173,8 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: the trainer does not train by DDP, or has trained before.
+        IncompatibleError: the trainer does not train by DDP, or has trained before. ``train`` raises it if several
+            processes would train without the method.
         BackendError: transformers is not installed.
     """
     library, utilities = needed("transformers", "transformers"), needed("transformers.trainer_utils", "transformers")
@@ -181,7 +188,13 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
         )
     _attach_when_prepared(trainer.accelerator, attachment, lambda: trainer.optimizer)
     asked: list[Path] = []
-    original = trainer.train
+    original, create = trainer.train, trainer.create_accelerator_and_postprocess
+
+    def create_accelerator_and_postprocess() -> None:
+        # Each trial of a search for hyperparameters begins with another accelerator.
+        create()
+        _check_ddp(trainer.accelerator)
+        _attach_when_prepared(trainer.accelerator, attachment, lambda: trainer.optimizer)
 
     def train(resume_from_checkpoint: Any = None, *arguments: Any, **more: Any) -> Any:
         if resume_from_checkpoint is True:
@@ -193,6 +206,8 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
         """Saves and loads on every process, whereas the trainer itself writes on one."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if args.world_size > 1 and not attachment.is_open:
+                raise IncompatibleError(UNUSED)
             # Training begins once more where a batch size that fits is sought.
             if asked:
                 attachment.load(asked[0] / FOLDER)
@@ -203,6 +218,6 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
             folder = trainer._get_output_dir(getattr(trainer, "_trial", None))
             attachment.save(Path(folder) / name / FOLDER)
 
-    trainer.train = train
+    trainer.train, trainer.create_accelerator_and_postprocess = train, create_accelerator_and_postprocess
     trainer.add_callback(Keeper())
     return attachment

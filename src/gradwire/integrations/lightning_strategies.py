@@ -15,10 +15,32 @@ from gradwire.exchange.method import Method
 from gradwire.integrations.attachment import FOLDER, Attachment
 from gradwire.integrations.sinks import needed
 
+HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+"""Arguments of Lightning's ``DDPStrategy`` by which it registers a hook itself."""
+
 
 def folder_of(path: Any) -> Path:
-    """Return the folder of the link's state beside a checkpoint file, or beside the target of a symbolic link."""
-    return Path(f"{os.path.realpath(path)}.{FOLDER}")
+    """Return the folder of the link's state beside a checkpoint file, or beside the target of a symbolic link.
+
+    Raises:
+        IncompatibleError: the file is in another file system, as that of ``s3://bucket/run.ckpt``.
+    """
+    if _is_remote(path):
+        raise IncompatibleError(
+            f"{path} is a remote checkpoint, and what the method remembers on each rank is kept in files beside it: "
+            "use a folder of this machine or a mounted one; fresh=True loads a remote checkpoint without that state"
+        )
+    return Path(f"{os.path.realpath(_local(path))}.{FOLDER}")
+
+
+def _local(path: Any) -> str:
+    """Return a path without the prefix by which it may name this machine's file system."""
+    return str(path).removeprefix("file://")
+
+
+def _is_remote(path: Any) -> bool:
+    """Return whether a path names another file system than this machine's."""
+    return "://" in _local(path)
 
 
 def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -42,8 +64,12 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
 
     Raises:
         HyperparameterError: the spec is wrong.
+        IncompatibleError: ``ddp`` has a communication hook. A fit raises it if a checkpoint's path is a remote one.
         BackendError: lightning is not installed.
     """
+    hooks = [name for name in HOOKS if (ddp or {}).get(name) is not None]
+    if hooks:
+        raise IncompatibleError(f"ddp has {', '.join(hooks)}: DDP takes one hook, and the method is one: leave it out")
     base = needed("lightning.pytorch.strategies", "lightning").DDPStrategy
 
     class GradwireStrategy(base):  # type: ignore[valid-type, misc]
@@ -69,14 +95,19 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
             first = self.optimizers[0] if self.optimizers else None
             self.attachment.attach(self.model, first, getattr(self.precision_plugin, "scaler", None))
             if resumed is not None:
-                self._restore = self.attachment.load(folder_of(resumed))
+                self._resume(resumed)
+
+        def _resume(self, path: Any) -> None:
+            """Load the link's state beside the checkpoint that is resumed; a remote one has none."""
+            is_left_out = _is_remote(path) and (fresh or self.attachment.link is None)
+            self._restore = None if is_left_out else self.attachment.load(folder_of(path))
 
         def load_model_state_dict(self, checkpoint: Any, *arguments: Any, **more: Any) -> None:
             super().load_model_state_dict(checkpoint, *arguments, **more)
             if self._resumed is not None and self.attachment.is_open:
                 # In the middle of a fit, as after a search for the learning rate: no setup follows that would load it.
                 resumed, self._resumed = self._resumed, None
-                self._restore = self.attachment.load(folder_of(resumed))
+                self._resume(resumed)
 
         def load_optimizer_state_dict(self, checkpoint: Any) -> None:
             super().load_optimizer_state_dict(checkpoint)
@@ -88,12 +119,17 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
             return super().load_checkpoint(checkpoint_path, *arguments, **more)
 
         def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+            if self.attachment.link is None:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                return
+            # A remote path is refused before anything is written.
+            folder_of(filepath)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             self.attachment.save(folder_of(filepath))
 
         def remove_checkpoint(self, filepath: Any) -> None:
             super().remove_checkpoint(filepath)
-            if self.is_global_zero:
+            if self.is_global_zero and not _is_remote(filepath):
                 shutil.rmtree(folder_of(filepath), ignore_errors=True)
 
         def teardown(self) -> None:
@@ -128,6 +164,7 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
 
     Raises:
         HyperparameterError: the spec is wrong.
+        IncompatibleError: raised by ``fabric.save`` and ``fabric.load`` if the checkpoint's path is a remote one.
         BackendError: lightning is not installed.
     """
     base = needed("lightning.fabric.strategies", "lightning").DDPStrategy
@@ -186,17 +223,21 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
             return [one for one in found if not self._known[one] or any(close.alive for close in self._known[one])]
 
         def save_checkpoint(self, path: Any, state: Any, *arguments: Any, **more: Any) -> None:
+            # A remote path is refused before anything is written.
+            self._folders(path, state)
             super().save_checkpoint(path, state, *arguments, **more)
             for attachment, folder in self._folders(path, state):
                 attachment.save(folder)
 
         def _folders(self, path: Any, state: Any) -> list[tuple[Attachment, Path]]:
             """Return the attachments whose modules a checkpoint holds, and the folder of each."""
-            modules, folder = _modules(state), folder_of(path)
-            places = [folder, *(folder / f"module-{i}" for i in range(1, len(self.attachments)))]
-            found = [(one, place) for one, place in zip(self.attachments, places) if any(map(one.serves, modules))]
+            modules = _modules(state)
+            served = [i for i, one in enumerate(self.attachments) if any(map(one.serves, modules))]
+            if not served and (not modules or _is_remote(path)):
+                return []
+            folder = folder_of(path)
             # If nothing was attached, as with a single process, the first attachment says so.
-            return found if found or not modules else [(self.attachment, folder)]
+            return [(self.attachments[i], folder / f"module-{i}" if i else folder) for i in served or [0]]
 
         def load_checkpoint(self, path: Any, state: Any = None, *arguments: Any, **more: Any) -> Any:
             if _modules(state) and self.attachment.link is None and self.world_size > 1:
@@ -205,8 +246,9 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
                     "remembers on each rank would be lost; call fabric.setup first"
                 )
             found = super().load_checkpoint(path, state, *arguments, **more)
-            for attachment, folder in self._folders(path, state):
-                attachment.load(folder)
+            if not (fresh and _is_remote(path)):
+                for attachment, folder in self._folders(path, state):
+                    attachment.load(folder)
             return found
 
     return GradwireFabricStrategy()
