@@ -85,6 +85,15 @@ def test_bad_usage_is_one_line_and_exit_code_2(
     assert message in line
 
 
+@pytest.mark.parametrize("step", [0, -5])
+def test_a_run_stops_after_its_first_step_at_the_earliest(step: int, tmp_path: Path) -> None:
+    for words in (("digits", *SIMULATED, "--out", tmp_path / "r"), ("--resume", tmp_path)):
+        result = call("train", *words, "--stop-after", step)
+        assert result.exit_code == 2
+        assert "--stop-after" in result.stderr
+    assert not (tmp_path / "r").exists()
+
+
 def test_unknown_commands_and_options_are_bad_usage() -> None:
     for words in (["tran"], ["train", "--colour"], ["train", "digits", "--steps", "many"], ["report"]):
         assert call(*words).exit_code == 2

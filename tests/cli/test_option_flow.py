@@ -129,6 +129,24 @@ def test_compare_hands_every_option_on(reached: dict[str, Any], tmp_path: Path) 
     assert reached["options"] == {"folder": tmp_path, "overwrite": True}
 
 
+def test_under_torchrun_its_workers_are_the_runs(reached: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    # 66 is no multiple of the default of 4, and neither is 64 of 3.
+    for words in ((), ("--workers", 3)):
+        call("train", "digits", "--batch", 66, *words)
+        assert reached.pop("words")[0].workers == 3
+    assert "cannot be shared evenly by 3 workers: use --batch 66" in call("train", "digits").stderr
+    refused = call("train", "digits", "--batch", 66, "--workers", 2)
+    assert refused.exit_code == 2
+    assert "--workers 2, and torchrun has started 3: leave --workers out" in " ".join(refused.stderr.split())
+    call("train", "digits", "--simulate", "--workers", 2)
+    assert reached.pop("words")[0].workers == 2, "they are played in each process"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    call("train", "digits")
+    assert reached.pop("words")[0].workers == 4, "the training itself says that one is too few"
+
+
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_the_model_of_the_text_is_handed_on(reached: dict[str, Any], command: str) -> None:
     call(command, "text", "--model", "transformer", "--simulate")

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import errno
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from run_help import Listener
 
+from alone import group_of_one
+from gradwire.tools.experiments import launch, member, run_record, worker
+from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.experiments.folder import ROW_FIELDS, RunFolder, checkpoint_steps
+from gradwire.tools.experiments.run_record import config_of, default_folder
+from gradwire.tools.experiments.tasks import build
 
 ROW = dict.fromkeys(ROW_FIELDS, 1)
+PLAN = RunConfig(task=build("digits", steps=4), workers=2)
 
 
 def change_parts(tmp_path: Path, change: Callable[[dict[str, Path]], None]) -> str:
@@ -77,7 +90,7 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not look like a run"):
         RunFolder.create(tmp_path, overwrite=True)
     assert (tmp_path / "mine.txt").read_text() == "precious"
-    (tmp_path / "config.json").write_text("{}")
+    RunFolder(tmp_path).write_config(config_of(PLAN))
     RunFolder.create(tmp_path, overwrite=True)
     assert not (tmp_path / "mine.txt").exists()
     (tmp_path / "file").touch()
@@ -162,3 +175,137 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
         RunFolder(tmp_path).read_config()
     with pytest.raises(RunError, match="holds no checkpoint"):
         RunFolder(tmp_path).load_part("shared")
+
+
+@pytest.mark.parametrize("name", ["config.json", "compare.json"])
+@pytest.mark.parametrize("record", ["{}", '{"model_type": "bert"}', "[]", "no JSON"])
+def test_a_folder_with_a_file_of_the_same_name_is_not_overwritten(name: str, record: str, tmp_path: Path) -> None:
+    """Every folder of a Hugging Face model has a config.json."""
+    (tmp_path / name).write_text(record)
+    (tmp_path / "model.safetensors").write_text("precious")
+    with pytest.raises(UsageError, match="does not look like a run folder"):
+        RunFolder.create(tmp_path, overwrite=True)
+    assert (tmp_path / "model.safetensors").read_text() == "precious"
+
+
+def test_a_comparison_is_overwritten_and_a_link_to_a_run_is_not(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "compare.json").write_text('{"methods": ["FP32()"]}')
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    with pytest.raises(UsageError, match="is a symbolic link"):
+        RunFolder.create(tmp_path / "link", overwrite=True)
+    assert (tmp_path / "c" / "compare.json").exists()
+    RunFolder.create(tmp_path / "c", overwrite=True)
+    assert not any((tmp_path / "c").iterdir())
+
+
+def test_a_folder_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    RunFolder(tmp_path).write_config(config_of(PLAN))
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with pytest.raises(RunError, match=r"cannot write .*: Permission denied; choose another folder"):
+        RunFolder.create(tmp_path, overwrite=True)
+
+
+def test_runs_that_begin_in_the_same_second_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As workers do that join together, and ``gradwire train --seed $s &`` in a loop."""
+    monkeypatch.chdir(tmp_path)
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    monkeypatch.setattr(run_record, "datetime", SimpleNamespace(datetime=SimpleNamespace(now=lambda: now)))
+    # All have their names before the first of them makes its run.
+    folders = [default_folder(PLAN) for _ in range(3)]
+    assert [RunFolder.create(folder).path.name for folder in folders] == [
+        f"digits-fp32-20260102-030405{end}" for end in ("", "-2", "-3")
+    ]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("runs").touch()
+    with pytest.raises(RunError, match="choose another folder"):
+        default_folder(PLAN)
+
+
+# ---------------------------------------------------------------------- locks
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether another process would be refused: locks of one process are told apart as those of several."""
+    try:
+        with RunFolder(folder).locked():
+            return False
+    except RunError as error:
+        return f"another process trains in {folder}" in str(error)
+
+
+def test_a_run_in_which_another_process_trains_is_neither_continued_nor_removed(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "c" / "fp32")
+    run.write_config(config_of(PLAN))
+    (tmp_path / "c" / "compare.json").write_text('{"methods": ["FP32()"]}')
+    run.begin_checkpoint(2)
+    run.commit_checkpoint(2)
+    with run.locked():
+        assert is_locked(run.path)
+        with pytest.raises(RunError, match="another process trains in"):
+            launch.run_workers(PLAN, run.path, lambda row: None, resume=True)
+        with pytest.raises(RunError, match="another process trains in"):
+            member.resume_as_member(run.path, Listener(), "127.0.0.1:1", "secret")
+        for folder in (run.path, tmp_path / "c"):
+            with pytest.raises(RunError, match="another process trains in"):
+                RunFolder.create(folder, overwrite=True)
+    assert run.read_config() == config_of(PLAN) | {"started": run.read_config()["started"]}
+    assert not is_locked(run.path)
+
+
+def test_rank_0_of_torchruns_group_locks_the_folder_until_it_has_trained(tmp_path: Path) -> None:
+    with group_of_one(), contextlib.ExitStack() as lock:
+        folder = worker._agree_on_folder(PLAN, tmp_path / "run", False, lock)
+        assert is_locked(folder)
+    assert not is_locked(folder)
+
+
+def test_a_member_locks_the_folder_that_it_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def train(plan: RunConfig, *told: object) -> Path:
+        run: RunFolder = told[3]()  # type: ignore[operator]
+        found.append(is_locked(run.path))
+        return run.path
+
+    monkeypatch.setattr(member, "_train", train)
+    folder = member.train_as_member(PLAN, Listener(), "127.0.0.1:1", "secret", folder=tmp_path / "a")
+    assert found == [True]
+    assert not is_locked(folder)
+
+
+def test_where_nothing_can_be_locked_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert not is_locked(tmp_path)
+    assert not is_locked(tmp_path / "there is none")
+
+
+def test_a_lock_ends_with_its_process_whatever_that_has_started(tmp_path: Path) -> None:
+    """Forks have copies of all descriptors, and commands inherit what is not closed for them."""
+    code = (
+        "import os, subprocess, sys; from pathlib import Path\n"
+        "from gradwire.tools.experiments.folder import RunFolder\n"
+        "with RunFolder(Path(sys.argv[1])).locked():\n"
+        "    if os.fork() == 0:\n"
+        "        sys.stdin.read()\n"
+        "        os._exit(0)\n"
+        "    subprocess.Popen(['cat'], stdout=subprocess.DEVNULL, close_fds=False)\n"
+        "    print('locked', flush=True)\n"
+        "    os.wait()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        assert is_locked(tmp_path)
+        process.kill()
+        # As ``process.wait``, while both children still wait for the end of their input.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_locked(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import statistics
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from gradwire.tools.experiments.engine import build_model
 from gradwire.tools.experiments.errors import RunError, TrainingError, UsageError
 from gradwire.tools.experiments.folder import ROW_FIELDS, RunFolder, checkpoint_steps
 from gradwire.tools.experiments.order import DataOrder
+from gradwire.tools.experiments.run_record import config_of
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks import build
 from gradwire.tools.experiments.train import Average
@@ -272,3 +274,24 @@ def test_compare_refuses_the_same_method_twice(tmp_path: Path, listener: Listene
     with pytest.raises(UsageError, match="named twice"):
         run.compare(PLAN, ["terngrad", "TernGrad()"], listener, folder=tmp_path / "a")
     assert not os.path.exists(tmp_path / "a")
+
+
+def test_a_comparison_that_has_begun_is_kept_and_told_how_to_continue(tmp_path: Path, listener: Listener) -> None:
+    top = tmp_path / "c"
+    run.compare(PLAN, ["fp32", "terngrad"], listener, folder=top)
+    shutil.rmtree(top / "terngrad")
+    run.train(PLAN, listener, folder=top / "terngrad", stop_after=7)
+    with pytest.raises(UsageError) as caught:
+        run.compare(PLAN, ["fp32", "terngrad", "bf16"], listener, folder=top)
+    told = str(caught.value)
+    assert f"{top} holds a comparison: fp32 is finished, terngrad has a checkpoint of step 7 of 12, bf16 has no" in told
+    assert f"gradwire report {top} shows it" in told
+    assert f"gradwire train --resume {top / 'terngrad'} continues terngrad" in told
+    assert f"--out {top}/NAME --overwrite trains one of these" in told
+    assert told.index("--resume") < told.index("add --overwrite, which deletes all runs in the folder")
+    assert (checkpoint_steps(top / "fp32"), checkpoint_steps(top / "terngrad")) == ([12], [7])
+
+
+@pytest.mark.parametrize(("method", "every"), [("fp32", 0), ("terngrad", 0), ("LocalSGD(every=8)", 8)])
+def test_the_record_has_the_steps_from_exchange_to_exchange(method: str, every: int) -> None:
+    assert config_of(replace(PLAN, method=method))["local_steps"] == every

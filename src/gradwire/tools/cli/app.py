@@ -163,9 +163,7 @@ def train(
     checkpoint_minutes: Annotated[
         float, typer.Option(help="Minutes of training between checkpoints; 0: none by time", rich_help_panel=o.OUTPUT)
     ] = 10.0,
-    stop_after: Annotated[
-        int | None, typer.Option(help="Stop after this step, to be resumed", rich_help_panel=o.OUTPUT)
-    ] = None,
+    stop_after: o.StopAfter = None,
     log_every: o.LogEvery = 10,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
@@ -194,7 +192,7 @@ def train(
         config = _run_config(
             task,
             method,
-            training,
+            training if membership.join is not None else o.with_torchruns_workers(context, training),
             exchange,
             checkpoint_every=checkpoint_every,
             checkpoint_minutes=checkpoint_minutes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,7 @@ Seed = Annotated[int, _training(help="Of weights, data order and the method's dr
 Out = Annotated[Path | None, _output("--out", "-o", metavar="FOLDER", help="Run folder; by default one under runs/")]
 Overwrite = Annotated[bool, _output(help="Replace a run folder that is there")]
 LogEvery = Annotated[int, _output(help="Steps between rows of metrics")]
+StopAfter = Annotated[int | None, _output(help="Stop after this step, to be resumed", min=1)]
 Watch = Annotated[bool, typer.Option("--watch/--once", help="Go on until Ctrl-C, or do what there is to do now")]
 Every = Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks of --watch", min=0.01)]
 AsJson = Annotated[bool, _output("--json", help="Print a list of flat JSON objects")]
@@ -73,7 +75,9 @@ class TrainingOptions:
     A setting of a task that is None keeps the task's default.
     """
 
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers")] = 4
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="Number of workers; under torchrun, as many as it started")
+    ] = 4
     simulate: Annotated[bool, typer.Option("--simulate", help="Play all workers in one process; same results")] = False
     lab: Lab = None
     data: Data = None
@@ -348,6 +352,24 @@ def refuse_beside(
     ]
     if given:
         raise UsageError(f"{option} {why}: leave {', '.join(given)} out")
+
+
+def with_torchruns_workers(context: typer.Context, training: TrainingOptions) -> TrainingOptions:
+    """Return the options with the number of workers that torchrun started, if it started this process as one of them.
+
+    Raises:
+        UsageError: the user gave another number.
+    """
+    from gradwire.tools.experiments.errors import UsageError
+    from gradwire.tools.experiments.run import under_torchrun
+
+    if training.simulate or training.lab is not None or not under_torchrun():
+        return training
+    started, source = int(os.environ["WORLD_SIZE"]), context.get_parameter_source("workers")
+    if training.workers != started and getattr(source, "name", "") == "COMMANDLINE":
+        raise UsageError(f"--workers {training.workers}, and torchrun has started {started}: leave --workers out")
+    # The training itself says what to do if it is one.
+    return training if started == 1 else dataclasses.replace(training, workers=started)
 
 
 def check_figure(path: Path | None) -> None:

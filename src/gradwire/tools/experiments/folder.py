@@ -2,12 +2,16 @@
 
 A checkpoint is written under a temporary name, flushed to disk and renamed to ``checkpoint/step-N``; only then are
 older ones removed. A row of metrics that could not be written whole is removed again.
+
+The process that owns a run, which starts its workers or is rank 0 of its group, locks the folder while it trains. The
+kernel unlocks it however that process ends, so that a killed run can be resumed at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -21,6 +25,12 @@ from gradwire.errors import IncompatibleError
 from gradwire.exchange.digests import pack, unpack
 from gradwire.tools.experiments.errors import RunError, UsageError
 
+try:
+    import fcntl
+except ImportError:  # Windows, where folders are not locked
+    fcntl = None  # type: ignore[assignment]
+
+CAN_LOCK = fcntl is not None
 ROW_FIELDS = (
     "step",
     "event",
@@ -40,17 +50,39 @@ TEMPORARY = ".tmp"
 RECORD = 1
 """Version of ``config.json``, under "gradwire_run"."""
 
+CONTINUE = "free space or choose another folder, then continue with --resume: earlier rows and checkpoints are intact"
+"""Advice if a run cannot be written any more."""
+
+RECORD_KEYS = {"method", "plan", "world_size"}
+"""Fields that every ``config.json`` of a run has had; files of other programs have the same name."""
+
+_locks: set[int] = set()
+"""Descriptors of the folders that this process has locked."""
+
+
+def _forget_locks() -> None:
+    # A lock is held until all copies of its descriptor are closed, and a fork may outlive the process that it copies.
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _unlock(descriptor: int) -> None:
+    # A fork that leaves the body has closed it already.
+    if descriptor in _locks:
+        _locks.remove(descriptor)
+        os.close(descriptor)
+
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path, advice: str = CONTINUE) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or str(error)
-        raise RunError(
-            f"cannot write {path}: {why}; free space or choose another folder, then continue with --resume: "
-            "earlier rows and checkpoints are intact"
-        ) from error
+        raise RunError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -66,6 +98,32 @@ def write_durably(path: Path, data: bytes) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def make_new_folder(path: Path) -> Path:
+    """Make a folder that did not exist: ``path``, or ``path-2``, ``path-3`` and so on if others have made that.
+
+    Raises:
+        RunError: it cannot be made.
+    """
+    for number in itertools.count(1):
+        found = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with _writing(found, "choose another folder"):
+            found.parent.mkdir(parents=True, exist_ok=True)
+            # Of several processes that try, one makes the folder.
+            with contextlib.suppress(FileExistsError):
+                found.mkdir()
+                break
+    return found
+
+
+def _is_record(path: Path, keys: set[str]) -> bool:
+    """Return whether a file holds a JSON object with these keys."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and keys <= found.keys()
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -89,21 +147,62 @@ class RunFolder:
     def create(cls, path: Path, *, overwrite: bool = False) -> RunFolder:
         """Make an empty run folder.
 
+        Args:
+            path: The folder.
+            overwrite: Remove what it holds, if it is of a run or a comparison that nobody trains.
+
         Raises:
-            UsageError: it is not empty, or a file.
-            RunError: it cannot be made.
+            UsageError: it is not empty, or a file, or with ``overwrite`` not a run's folder.
+            RunError: it cannot be made or removed, or is to be removed while another process trains in it.
         """
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"run folder {path} is a file")
-        if path.is_dir() and any(path.iterdir()):
-            if not overwrite:
-                raise UsageError(f"run folder {path} is not empty: continue it with --resume, or add --overwrite")
-            if not (path / "config.json").exists() and not (path / "compare.json").exists():
-                raise UsageError(f"{path} does not look like a run folder; it is not overwritten")
-            shutil.rmtree(path)
-        with _writing(path):
+        with _writing(path, "choose another folder"):
+            if path.exists() and not path.is_dir():
+                raise UsageError(f"run folder {path} is a file")
+            if path.is_dir() and any(path.iterdir()):
+                if not overwrite:
+                    raise UsageError(f"run folder {path} is not empty: continue it with --resume, or add --overwrite")
+                cls._remove(path)
             path.mkdir(parents=True, exist_ok=True)
         return cls(path)
+
+    @classmethod
+    def _remove(cls, path: Path) -> None:
+        """Remove the folder of a run or a comparison; raises UsageError for any other, RunError if one trains in it."""
+        if path.is_symlink():
+            raise UsageError(f"{path} is a symbolic link, and is not overwritten: name the folder that it leads to")
+        compared = _is_record(path / "compare.json", {"methods"})
+        if not compared and not _is_record(path / "config.json", RECORD_KEYS):
+            raise UsageError(f"{path} does not look like a run folder; it is not overwritten")
+        with contextlib.ExitStack() as locks:
+            for part in (path, *(config.parent for config in path.glob("*/config.json"))):
+                locks.enter_context(cls(part).locked())
+            shutil.rmtree(path)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training in the folder, while the body trains in it.
+
+        File systems without locks, as some network folders, are not locked.
+
+        Raises:
+            RunError: another process trains in the folder.
+        """
+        if not CAN_LOCK:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            # A folder that cannot be opened fails where it is read or written.
+            with contextlib.suppress(OSError):
+                descriptor = os.open(self.path, os.O_RDONLY)
+                _locks.add(descriptor)
+                stack.callback(_unlock, descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise RunError(
+                        f"another process trains in {self.path}: wait for its end, or choose another folder"
+                    ) from None
+            yield
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json``."""

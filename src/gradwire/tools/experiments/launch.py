@@ -327,10 +327,12 @@ def run_workers(
         BackendError: no emulated cluster can be built here.
         LabError: the kernel refused it.
         WorkerError: a worker failed; all others have been ended.
+        RunError: another process trains in the folder.
         KeyboardInterrupt, SystemExit: this process was told to end; the workers had :data:`STOP_S` seconds, or until a
             second interruption, to write a checkpoint.
     """
-    with termination_unwinds(), Crew(plan, folder, resume=resume, stop_after=stop_after) as crew:
+    crew = Crew(plan, folder, resume=resume, stop_after=stop_after)
+    with RunFolder(folder).locked(), termination_unwinds(), crew:
         try:
             try:
                 crew.watch(on_row, on_notice, on_step)

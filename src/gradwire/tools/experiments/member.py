@@ -227,12 +227,15 @@ def train_as_member(
         raise UsageError("ema: a moving average of the weights is not handed to new members: leave --ema or --join out")
     check_link(plan)
 
-    def folder_of() -> RunFolder:
-        run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
-        run.write_config({**config_of(plan), MEMBERSHIP: address})
-        return run
+    with contextlib.ExitStack() as lock:
 
-    return _train(plan, audience, address, secret, folder_of, stop_after)
+        def folder_of() -> RunFolder:
+            run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
+            lock.enter_context(run.locked())
+            run.write_config({**config_of(plan), MEMBERSHIP: address})
+            return run
+
+        return _train(plan, audience, address, secret, folder_of, stop_after)
 
 
 def resume_as_member(
@@ -245,7 +248,7 @@ def resume_as_member(
     the order of the samples begin anew.
 
     Raises:
-        RunError: the folder holds no run or no checkpoint.
+        RunError: the folder holds no run or no checkpoint, or another process trains in it.
         GradwireError: as for :func:`train_as_member`.
     """
     past, plan = planned(folder)
@@ -253,7 +256,8 @@ def resume_as_member(
     if last >= plan.task.steps:
         audience.say(f"{folder} is finished: {last} of {plan.task.steps} steps")
         return folder
-    return _train(plan, audience, address, secret, lambda: past, stop_after, past)
+    with past.locked():
+        return _train(plan, audience, address, secret, lambda: past, stop_after, past)
 
 
 def _train(

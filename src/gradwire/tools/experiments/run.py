@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import gradwire as gw
-from gradwire.errors import BackendError
+from gradwire.errors import BackendError, GradwireError
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import build_model, link_options
 from gradwire.tools.experiments.engines import simulated_engine
@@ -212,7 +212,7 @@ def simulate(
     torch.set_num_threads(plan.threads)
     try:
         engine = simulated_engine(plan)
-        with stops_on(signal.SIGINT, signal.SIGTERM) as asked_to_stop:
+        with run.locked(), stops_on(signal.SIGINT, signal.SIGTERM) as asked_to_stop:
             trainer = Trainer(plan, engine, run, on_row, on_step, asked_to_stop)
             if resume:
                 trainer.load()
@@ -234,7 +234,7 @@ def compare(
     """Train the same task once with each method; return the folder and the run folders in it.
 
     Raises:
-        UsageError: the same method twice.
+        UsageError: the same method twice, or a folder in which a comparison has begun, without ``overwrite``.
     """
     specs = [repr(gw.method(spec)) for spec in methods]
     if len(set(specs)) < len(specs):
@@ -245,8 +245,10 @@ def compare(
         check_link(dataclasses.replace(plan, method=spec))
     plan.task.check_data()
     check_machine(plan)
-    stamped = default_folder(dataclasses.replace(plan, method="compare"))
-    top = RunFolder.create(folder or stamped, overwrite=overwrite).path
+    if folder is not None and not overwrite and (folder / "compare.json").exists():
+        raise UsageError(f"{folder} holds a comparison: {_state(folder, methods)}")
+    named = folder or default_folder(dataclasses.replace(plan, method="compare"))
+    top = RunFolder.create(named, overwrite=overwrite).path
     write_durably(top / "compare.json", (json.dumps({"methods": specs}, indent=2) + "\n").encode())
     runs = []
     for spec in methods:
@@ -254,6 +256,33 @@ def compare(
         runs.append(train(part, audience, folder=top / slug(spec)))
     report(runs, top)
     return top, runs
+
+
+def _state(top: Path, methods: Sequence[str]) -> str:
+    """Describe how far the runs of a comparison are, and how to go on with them instead of deleting them."""
+    told, advice, without = list[str](), [f"gradwire report {top} shows it"], list[str]()
+    begun = sorted(path.parent for path in top.glob("*/config.json"))
+    for path in dict.fromkeys([*(top / slug(spec) for spec in methods), *begun]):
+        try:
+            steps = planned(path)[1].task.steps
+        except GradwireError:
+            without.append(path.name)
+            continue
+        done = checkpoint_steps(path)[-1]
+        if done >= steps:
+            told.append(f"{path.name} is finished")
+        else:
+            told.append(f"{path.name} has a checkpoint of step {done} of {steps}")
+            advice.append(f"gradwire train --resume {path} continues {path.name}")
+    if without:
+        told.append(f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no checkpoint")
+        advice.append(
+            f"gradwire train with the same options, one --method and --out {top}/NAME --overwrite trains one of these"
+        )
+    return (
+        f"{', '.join(told)}. {'; '.join(advice)}. To compare anew, choose another --out, or add --overwrite, which "
+        "deletes all runs in the folder"
+    )
 
 
 def speaks() -> bool:

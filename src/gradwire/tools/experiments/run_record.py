@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import gradwire as gw
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import UsageError
-from gradwire.tools.experiments.folder import RECORD
+from gradwire.tools.experiments.folder import RECORD, make_new_folder
 from gradwire.tools.experiments.train import Row
 
 MEMBERSHIP = "membership"
@@ -121,9 +121,13 @@ class Audience(Protocol):
 
 
 def default_folder(plan: RunConfig) -> Path:
-    """Name a new run folder after task, method and time."""
+    """Make a new folder that is named after task, method and time; runs that begin together get one each.
+
+    Raises:
+        RunError: it cannot be made.
+    """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{plan.task.name}-{slug(plan.method)}-{stamp}"
+    return make_new_folder(Path("runs") / f"{plan.task.name}-{slug(plan.method)}-{stamp}")
 
 
 def slug(spec: str) -> str:
@@ -143,6 +147,7 @@ def config_of(plan: RunConfig) -> dict[str, Any]:
         "gradwire_run": RECORD,
         "method": repr(method),
         "with_feedback": _with_feedback(method),
+        "local_steps": method.traits.local_steps,
         "name": plan.method,
         "task": plan.task.name,
         "seed": plan.seed,

@@ -198,12 +198,13 @@ def train_under_torchrun(
     gw.warm_up(plan.method)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    run = RunFolder(_agree_on_folder(plan, folder, overwrite))
-    if rank == 0:
-        audience.start(plan)
-    stopped = train_in_group(plan, run, audience.row, audience.step, resume=False, stop_after=stop_after)
-    if rank == 0 and not stopped:
-        report([run.path], run.path)
+    with contextlib.ExitStack() as lock:
+        run = RunFolder(_agree_on_folder(plan, folder, overwrite, lock))
+        if rank == 0:
+            audience.start(plan)
+        stopped = train_in_group(plan, run, audience.row, audience.step, resume=False, stop_after=stop_after)
+        if rank == 0 and not stopped:
+            report([run.path], run.path)
     dist.barrier()
     dist.destroy_process_group()
     if stopped:
@@ -211,12 +212,13 @@ def train_under_torchrun(
     return run.path
 
 
-def _agree_on_folder(plan: RunConfig, folder: Path | None, overwrite: bool) -> Path:
-    """Make the run folder on rank 0, and return its path on every rank."""
+def _agree_on_folder(plan: RunConfig, folder: Path | None, overwrite: bool, lock: contextlib.ExitStack) -> Path:
+    """Make the run folder on rank 0, which locks it until ``lock`` is closed, and return its path on every rank."""
     answer = {"path": "", "problem": ""}
     if dist.get_rank() == 0:
         try:
             run = RunFolder.create(folder or default_folder(plan), overwrite=overwrite)
+            lock.enter_context(run.locked())
             run.write_config(config_of(plan))
             answer["path"] = str(run.path.absolute())
         except GradwireError as error:
