@@ -148,6 +148,16 @@ def test_without_any_step_the_defaults_serve_and_are_not_kept(tmp_path: Path, mo
         assert not path.exists()
 
 
+def test_costs_that_cannot_be_kept_serve_once_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").touch()
+    path = tmp_path / "home" / "gradwire" / "calibration.json"
+    machine, said = machine_from(8, path, monkeypatch, Clock())
+    assert machine.source.startswith("6 of 18 steps on loopback")
+    assert machine.most_workers == 4
+    assert said[-1].startswith("not kept, so that the next plan measures again (")
+    assert str(path.parent) in said[-1]
+
+
 def test_cases_end_at_the_deadline() -> None:
     assert len(cases_of(rows_of(8))) == 6
     assert cases_of(rows_of(8), deadline=Deadline(0.0)) == []

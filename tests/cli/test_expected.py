@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor
 from gradwire.model.forecast import forecast
 from gradwire.model.machine import DEFAULT
 from gradwire.model.profile import Profile
+from gradwire.tools.bench.predict import default_path
 from gradwire.tools.cli import commands as expected_module
 from gradwire.tools.cli.commands import expected
 from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.errors import RunError
 from gradwire.tools.experiments.tasks import Task, build
 from gradwire.tools.experiments.tasks.text import Text
 
@@ -61,6 +64,27 @@ def test_the_model_and_the_share_that_were_trained_are_profiled(monkeypatch: pyt
     assert "on 2 machines" in first
     assert [profile.numel for profile in profiles] == [sum(p.numel() for p in plan.task.build_model().parameters())]
     assert set(samples) == {3}
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def not_allowed(path: Path, exists: Callable[..., bool] = Path.exists, **options: Any) -> bool:
+    if path.name == "calibration.json":
+        raise PermissionError(13, "Permission denied", str(path))
+    return exists(path, **options)
+
+
+@pytest.mark.parametrize(("called", "instead"), [("home", no_home), ("exists", not_allowed)])
+def test_without_a_home_that_can_be_read_a_reference_machine_serves(
+    monkeypatch: pytest.MonkeyPatch, called: str, instead: Callable[..., object]
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, called, instead)
+    with pytest.raises(RunError, match="set XDG_CACHE_HOME to a folder"):
+        default_path()
+    assert "a reference machine's collectives" in expected(PLAN, ["fp32"])[0]
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,22 @@ def test_a_machine_and_a_profile_survive_their_files(tmp_path: Path) -> None:
             read(tmp_path / "p.json")
 
 
+def test_a_calibration_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.json"
+    DEFAULT.save(path)
+
+    def ended(where: Path, text: str) -> None:
+        where.write_bytes(text[: len(text) // 2].encode())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", ended)
+        with pytest.raises(KeyboardInterrupt):
+            dataclasses.replace(DEFAULT, round_s=1.0).save(path)
+    assert Machine.read(path) == DEFAULT
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("name", ["ring_efficiency", "crowd_efficiency"])
 def test_an_efficiency_of_nothing_is_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(gw.HyperparameterError, match=f"{name} is above 0, not 0"):

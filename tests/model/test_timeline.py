@@ -164,6 +164,19 @@ def test_an_unchanged_script_is_profiled() -> None:
 
 
 @pytest.mark.ranks
+def test_a_script_may_print_bytes_that_are_no_text(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "for stream in (sys.stdout, sys.stderr):\n"
+        "    stream.buffer.write(b'\\xe9\\n')\n"
+        "raise ValueError('no such data')\n"
+    )
+    with pytest.raises(WorkerError, match="no such data"):
+        profile_script(script, [])
+
+
+@pytest.mark.ranks
 def test_a_script_that_trains_nothing_is_refused_with_its_last_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise ValueError('no such data')\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -184,9 +185,19 @@ class Machine:
         return asdict(self)
 
     def save(self, path: Path) -> None:
-        """Write the numbers to a file."""
+        """Write the numbers to a file, whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written; an earlier one is untouched.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        # Two processes may calibrate at once.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: Path) -> Machine:

@@ -188,9 +188,19 @@ def judge(rows: Sequence[Row], say: Callable[[str], None] = lambda text: None) -
 
 
 def default_path() -> Path:
-    """Return the path of this machine's calibration."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "gradwire" / "calibration.json"
+    """Return the path of this machine's calibration.
+
+    Raises:
+        RunError: there is no home folder, or it cannot be read.
+    """
+    try:
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / "calibration.json"
+        path.exists()  # Raises in a folder that is not this user's.
+    except (OSError, RuntimeError) as error:
+        raise RunError(
+            f"the file of this machine's calibration cannot be read ({error}): set XDG_CACHE_HOME to a folder of yours"
+        ) from error
+    return path
 
 
 def measure_machine(
@@ -204,11 +214,12 @@ def measure_machine(
     Loopback has no slow network, so the efficiencies of links keep their default values.
 
     Measurements stop at the time limit. With few steps, the costs are drawn towards the defaults; with none, they are
-    the defaults, and ``path`` is not written. ``source`` of the result says so.
+    the defaults, and ``path`` is not written. ``source`` of the result says so. If ``path`` cannot be written, the
+    costs are returned all the same.
 
     Args:
         path: Where to save the costs.
-        say: Called with a line for each row, and if time ran out.
+        say: Called with a line for each row, if time ran out, and if the costs could not be saved.
         limit_s: Most seconds to take, besides the compilation of kernels, which is needed once on a machine.
         clock: Returns seconds.
     """
@@ -234,7 +245,13 @@ def measure_machine(
     if not observations:
         return replace(DEFAULT, source=f"defaults: no step was measured in the {limit_s:g} s allowed")
     machine = calibrate(observations, count, fit_links=False, few=True, stop=lambda: fit.passed)
-    machine.save(path)
+    try:
+        machine.save(path)
+    except OSError as error:
+        say(
+            f"not kept, so that the next plan measures again ({error}): name another file by --calibration, or set "
+            "XDG_CACHE_HOME to a folder of yours"
+        )
     return machine
 
 

@@ -136,6 +136,8 @@ def profile_script(script: Path, arguments: Sequence[str]) -> Profile:
             env={"OMP_NUM_THREADS": "1", **loopback(), **os.environ, ENVIRONMENT: str(out)},
             capture_output=True,
             text=True,
+            # A script may print bytes that are no text, and only a line of it is shown.
+            errors="replace",
             check=False,
         )
         if not out.exists():

@@ -6,6 +6,7 @@ Progress is one live line on a terminal, and a line every ten seconds elsewhere.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -235,10 +236,9 @@ def expected(config: RunConfig, methods: Sequence[str]) -> list[str]:
         cores=os.cpu_count(),
         link=LinkModel(bandwidth_bytes_per_s=PREDICTED_BITS_PER_S / 8, latency_s=PREDICTED_DELAY_S),
     )
+    calibrated = _calibrated()
     try:
-        calibrated = default_path().exists()
-        machine = Machine.read(default_path()) if calibrated else DEFAULT
-        forecasts, _ = forecast(profile_plan(config), methods, setting, machine)
+        forecasts, _ = forecast(profile_plan(config), methods, setting, calibrated or DEFAULT)
     except (GradwireError, NotImplementedError):
         # For example, the training of a graph network also exchanges halos.
         return []
@@ -255,6 +255,15 @@ def expected(config: RunConfig, methods: Sequence[str]) -> list[str]:
     if profiled_by_name(config):
         lines.append(f"gradwire plan --profile {config.task.name} predicts other links and numbers of machines.")
     return lines
+
+
+def _calibrated() -> Machine | None:
+    """Return this machine's calibration; None if there is none that can be read."""
+    try:
+        kept = default_path()
+        return Machine.read(kept) if kept.exists() else None
+    except GradwireError:
+        return None
 
 
 def train(
@@ -297,10 +306,10 @@ def report(runs: Sequence[Path], out: Path, *, as_json: bool) -> None:
 
 
 def _print(runs: Sequence[Path], page: Path, *, as_json: bool) -> None:
+    loaded = load_runs(runs, lambda sentence: print(f"gradwire: {sentence}", file=sys.stderr))
     if as_json:
         print_json(summarize_folders(runs))
         return
-    loaded = load_runs(runs)
     print_runs(summarize_folders(runs), page)
     if len(loaded) > 1:
         print_verdicts(verdicts(loaded))

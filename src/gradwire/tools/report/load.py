@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,20 @@ class ReportError(GradwireError):
     """A run folder is missing, incomplete or corrupt; the message names the file and the line."""
 
 
+class NotBegunError(ReportError):
+    """A run has no row of metrics yet, or a comparison no run."""
+
+
 RECORD = 1
 """Version of ``config.json`` that this module reads, under "gradwire_run"."""
 
 MOST_WHOLE = 1 << 63
+
+TUNED = frozenset({"lr", "momentum", "optimizer", "schedule"})
+"""Settings of a task that may differ in a comparison, since each method needs its own."""
+
+SHOWN_OTHERWISE = frozenset({"settings", "task", "method", "workers", "simulate", "seed", "lab"})
+"""Fields of a plan that labels show in another way."""
 
 Form = Callable[[Any], bool]
 
@@ -121,6 +131,7 @@ OPTIONAL_CONFIG: dict[str, Form] = {
     "lab": _or_none(_text),
     "interfaces": _or_none(_listed(_record({"sent_payload_bytes": _whole}))),
     "link": _or_none(LINK),
+    "local_steps": _or_none(_whole),
 }
 
 ROW: dict[str, Form] = {
@@ -203,24 +214,91 @@ class Run:
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """The settings that two runs must share to be compared."""
+        """The task and the workers, which two runs must share to be compared; see also :meth:`differing`."""
         config = self.config
         return config["task"], config["seed"], config["world_size"], config["simulated"], config.get("lab")
 
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """The task's settings by name, and for real workers the threads and the machine, on which times depend."""
+        plan = self.config["plan"]
+        found = dict(plan.get("settings", {}))
+        if not self.config["simulated"]:
+            known = {**self.config["hardware"], **plan}
+            found |= {name: known[name] for name in ("threads", "processor", "cores") if name in known}
+        return found
 
-def load_runs(folders: Iterable[Path]) -> list[Run]:
+    @property
+    def options(self) -> dict[str, Any]:
+        """The task's settings and those of the run and its link, by name."""
+        plan = self.config["plan"]
+        return {**plan.get("settings", {}), **{name: plan[name] for name in plan if name not in SHOWN_OTHERWISE}}
+
+    def differing(self, other: Run) -> list[str]:
+        """Return the names of the conditions that differ between two runs.
+
+        A condition that one record lacks does not differ: an earlier version wrote that record.
+        """
+        mine, theirs = self.conditions, other.conditions
+        return [name for name in mine if name in theirs and mine[name] != theirs[name]]
+
+    @property
+    def exchanges_seldom(self) -> bool:
+        """Whether most steps exchange nothing, so that the median of their times holds no exchange."""
+        return (self.config.get("local_steps") or 0) > 1
+
+    @property
+    def early_end(self) -> str | None:
+        """Text such as "ended after 20 of 500 steps"; None if the run took all its steps."""
+        asked, done = self.config["plan"].get("settings", {}).get("steps"), self.rows[-1]["step"]
+        return f"ended after {done} of {asked} steps" if asked and done < asked else None
+
+
+def setting_text(name: str, value: Any) -> str:
+    """Return a setting as text.
+
+    Example:
+        >>> setting_text("batch", 128), setting_text("weight_decay", 0.1), setting_text("data", None)
+        ('batch 128', 'weight decay 0.1', 'no data')
+    """
+    name = name.replace("_", " ")
+    if value is None or value is False:
+        return f"no {name}"
+    if isinstance(value, list):
+        return f"{name} {' '.join(map(str, value))}" if value else f"no {name}"
+    return name if value is True else f"{name} {value}"
+
+
+def load_runs(folders: Iterable[Path], say: Callable[[str], None] = lambda sentence: None) -> list[Run]:
     """Load run folders, or all runs in the folder of a comparison, and give them distinct labels.
 
+    A run without a row of metrics is left out if another run has one.
+
+    Args:
+        folders: The folders.
+        say: Called with a sentence, without a full stop, for each run that is left out.
+
     Raises:
-        ReportError: a folder is not a run, or a file in it is corrupt.
+        ReportError: a folder is not a run, a file in it is corrupt, or no run has a row of metrics.
     """
     runs: list[Run] = []
+    left_out: dict[Path, NotBegunError] = {}
     for folder in folders:
-        for path in _members(Path(folder)):
-            if path.resolve() not in [run.path.resolve() for run in runs]:
-                runs.append(_load(path))
+        try:
+            members = _members(Path(folder))
+        except NotBegunError as error:
+            left_out[Path(folder)] = error
+            continue
+        for path in members:
+            try:
+                if path.resolve() not in [run.path.resolve() for run in runs]:
+                    runs.append(_load(path))
+            except NotBegunError as error:
+                left_out[path] = error
     if not runs:
-        raise ReportError("no run folder was given")
+        raise next(iter(left_out.values()), ReportError("no run folder was given"))
+    for path in left_out:
+        say(f"{path} is left out: it has no row of metrics yet")
     return _distinct(runs)
 
 
@@ -231,7 +309,7 @@ def _members(folder: Path) -> list[Path]:
         return [folder]
     members = [path.parent for path in folder.glob("*/config.json")]
     if not members:
-        raise ReportError(f"{folder} is a comparison in which no run has begun")
+        raise NotBegunError(f"{folder} is a comparison in which no run has begun")
     return sorted(members, key=lambda path: str(_read_config(path)["started"]))
 
 
@@ -251,8 +329,10 @@ def _load(folder: Path) -> Run:
     path = folder / "metrics.jsonl"
     try:
         lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise NotBegunError(f"{path} does not exist; has the run begun?") from None
     except OSError as error:
-        raise ReportError(f"{path} cannot be read: {error.strerror}; has the run begun?") from error
+        raise ReportError(f"{path} cannot be read: {error.strerror}") from error
     rows, notes = [], []
     *whole, rest = lines
     for number, line in enumerate(whole, 1):
@@ -260,11 +340,11 @@ def _load(folder: Path) -> Run:
     if rest:
         notes.append(f"the last row of {path.name} was cut off and is left out: the run was ended while writing")
     if not rows:
-        raise ReportError(f"{path} holds no whole row")
-    asked = config["plan"].get("settings", {}).get("steps")
-    if asked and rows[-1]["step"] < asked:
-        notes.append(f"the run ended after {rows[-1]['step']} of {asked} steps")
-    return Run(folder, config, tuple(rows), str(config.get("name") or config["method"]), tuple(notes))
+        raise NotBegunError(f"{path} holds no whole row")
+    run = Run(folder, config, tuple(rows), str(config.get("name") or config["method"]))
+    if run.early_end is not None:
+        notes.append(f"the run {run.early_end}")
+    return replace(run, notes=tuple(notes))
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -277,18 +357,20 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _distinct(runs: list[Run]) -> list[Run]:
-    """Add the settings that differ between runs to their labels, then a number to equal labels."""
+    """Add what differs between runs to their labels, then to labels that are equal still: settings, then a number."""
     parts = []
     for name in ("task", "seed", "world_size", "simulated", "lab"):
         if len({run.config.get(name) for run in runs}) > 1:
             parts.append(name)
+    labels = [", ".join([run.label, *(_extra(name, run.config.get(name)) for name in parts)]) for run in runs]
     labelled: list[Run] = []
-    for run in runs:
-        extra = [_extra(name, run.config.get(name)) for name in parts]
-        label = ", ".join([run.label, *extra])
+    for run, label in zip(runs, labels):
+        alike = [other.options for other, its in zip(runs, labels) if its == label]
+        own = run.options
+        told = [name for name in own if len({str(options.get(name, own[name])) for options in alike}) > 1]
+        label = ", ".join([label, *(setting_text(name, own[name]) for name in told)])
         same = sum(other.label == label or other.label.startswith(f"{label} #") for other in labelled)
-        label = f"{label} #{same + 1}" if same else label
-        labelled.append(Run(run.path, run.config, run.rows, label, run.notes))
+        labelled.append(replace(run, label=f"{label} #{same + 1}" if same else label))
     return labelled
 
 

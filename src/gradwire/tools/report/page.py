@@ -27,7 +27,9 @@ def write_report(folders: Iterable[Path], output: Path) -> Path:
     """
     if output.is_dir():
         raise ReportError(f"{output} is a folder: name the page, such as {output / 'report.html'}")
-    page = render(load_runs(folders))
+    left_out: list[str] = []
+    runs = load_runs(folders, left_out.append)
+    page = render(runs, left_out)
     temporary = output.with_name(output.name + ".tmp")
     try:
         temporary.write_text(page, encoding="utf-8")
@@ -38,8 +40,8 @@ def write_report(folders: Iterable[Path], output: Path) -> Path:
     return output
 
 
-def render(runs: Sequence[Run]) -> str:
-    """Return the page's HTML; all text is escaped."""
+def render(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
+    """Return the page's HTML, with remarks above the table; all text is escaped."""
     try:
         import jinja2
         import markupsafe
@@ -50,10 +52,11 @@ def render(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(resources.files(__package__).joinpath("page.html.j2").read_text("utf-8"))
     tasks = sorted({run.config["task"] for run in runs})
+    notes = [f"{run.label}: {note}." for run in runs for note in (*run.notes, *link_texts(summarize(run).flat()))]
     return template.render(
         title=f"gradwire: {', '.join(tasks)}",
         subtitle=_subtitle(runs),
-        notes=[f"{run.label}: {note}." for run in runs for note in (*run.notes, *link_texts(summarize(run).flat()))],
+        notes=[*(f"{remark}." for remark in remarks), *notes],
         table=[_table_row(run, summarize(run)) for run in runs],
         verdicts=verdicts(runs),
         figure=markupsafe.Markup(progress_figure(runs)),
@@ -74,7 +77,9 @@ def _subtitle(runs: Sequence[Run]) -> str:
 
 def _percentile_note(runs: Sequence[Run]) -> str:
     every = sorted({run.config["plan"].get("log_every", 1) for run in runs})
-    return "of single steps" if every == [1] else f"of medians over {' or '.join(map(str, every))} steps"
+    note = "of single steps" if every == [1] else f"of medians over {' or '.join(map(str, every))} steps"
+    seldom = "; with local steps the mean of all steps, since most of them exchange nothing"
+    return note + (seldom if any(run.exchanges_seldom for run in runs) else "")
 
 
 def _table_row(run: Run, numbers: RunSummary) -> dict[str, str]:
@@ -83,6 +88,7 @@ def _table_row(run: Run, numbers: RunSummary) -> dict[str, str]:
 
     timed = numbers.step_time_s is not None
     low, high = numbers.step_time_p20_s or 0.0, numbers.step_time_p80_s or 0.0
+    spread = "mean" if run.exchanges_seldom else f"{seconds_text(low)} to {seconds_text(high)}"
     return {
         "label": run.label,
         "final_accuracy": NONE if numbers.final_accuracy is None else percent(numbers.final_accuracy),
@@ -90,7 +96,7 @@ def _table_row(run: Run, numbers: RunSummary) -> dict[str, str]:
         "best_step": "" if numbers.best_accuracy_step is None else f"step {numbers.best_accuracy_step}",
         "final_loss": shown(numbers.final_loss, "{:.4f}"),
         "step_time": seconds_text(numbers.step_time_s or 0.0) if timed else NONE,
-        "step_range": f"{seconds_text(low)} to {seconds_text(high)}" if timed else "",
+        "step_range": spread if timed else "",
         "elapsed": seconds_text(numbers.elapsed_s),
         "sent": bytes_text(numbers.sent_bytes),
         "factor": shown(numbers.compression_factor, "{:.2f}"),

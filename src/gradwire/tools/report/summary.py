@@ -83,6 +83,8 @@ def link_texts(row: Mapping[str, Any]) -> list[str]:
 class RunSummary:
     """Numbers of one run. Bytes are rank 0's; times leave out evaluation, checkpoints and start-up.
 
+    ``step_time_s`` is the median of the rows' times. With local steps it is the mean of all steps, and there are no
+    percentiles: most steps exchange nothing.
     ``final_*`` is the last evaluation, ``best_*`` the one with the highest accuracy; both are None if the run ended
     before its first. ``chosen_method`` is the choice of ``auto``, ``choice_reason`` its reason: both are None if there
     was nothing to choose, and only the method is None if the trial did not end. ``choice_note`` says what the choice
@@ -132,11 +134,20 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
+def mean_step_s(run: Run) -> float | None:
+    """Return the mean time of a step, with the exchanges of local steps; None if no step was timed."""
+    # A worker that joined late has no row of step 0.
+    first, last = run.rows[0], run.rows[-1]
+    steps = last["step"] - first["step"]
+    return (last["elapsed_s"] - first["elapsed_s"]) / steps if steps > 0 else None
+
+
 def summarize(run: Run) -> RunSummary:
     """Compute a run's numbers."""
     evaluations, last = run.of("eval"), run.rows[-1]
     best = max(evaluations, key=lambda row: row["accuracy"], default=None)
-    times_s = [row["step_time_s"] for row in run.of("train")]
+    times_s = [] if run.exchanges_seldom else [row["step_time_s"] for row in run.of("train")]
+    middle_s = statistics.median(times_s) if times_s else None
     sent, dense = last["sent_bytes"], last["dense_bytes"]
     link = run.config.get("link") or {}
     choice, returned = link.get("choice") or {}, link.get("fallback")
@@ -153,7 +164,7 @@ def summarize(run: Run) -> RunSummary:
         final_accuracy=evaluations[-1]["accuracy"] if evaluations else None,
         best_accuracy=best["accuracy"] if best else None,
         best_accuracy_step=best["step"] if best else None,
-        step_time_s=statistics.median(times_s) if times_s else None,
+        step_time_s=mean_step_s(run) if run.exchanges_seldom else middle_s,
         step_time_p20_s=quantile(times_s, 0.2) if times_s else None,
         step_time_p80_s=quantile(times_s, 0.8) if times_s else None,
         elapsed_s=last["elapsed_s"],

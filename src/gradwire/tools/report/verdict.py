@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradwire.tools.report.load import Run
-from gradwire.tools.report.summary import RunSummary, first_reaching, summarize
+from gradwire.tools.report.load import TUNED, Run, setting_text
+from gradwire.tools.report.summary import RunSummary, first_reaching, mean_step_s, summarize
 
 BEHIND = 0.01
 """Loss of final accuracy against float32 from which a method without error feedback is advised against."""
 
 SAME = 0.03
 """Relative difference below which two times count as the same."""
+
+UNSAID = "so whether it paid is not said."
 
 
 def bytes_text(count: float) -> str:
@@ -62,11 +64,18 @@ def percent(share: float) -> str:
 
 
 def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
-    """Return the float32 run with the same task, seed and workers."""
-    for other in runs:
-        if other.config["method"].startswith("FP32(") and other.setting == run.setting and other is not run:
-            return other
-    return None
+    """Return the float32 run with the same task, seed and workers; of several, the one with the most like settings."""
+    found = [
+        other
+        for other in runs
+        if other.config["method"].startswith("FP32(") and other.setting == run.setting and other is not run
+    ]
+    return min(found, key=lambda other: (len(_fixed(run, other)), len(run.differing(other))), default=None)
+
+
+def _fixed(run: Run, base: Run) -> list[str]:
+    """Return the settings that differ although a comparison needs them to be the same."""
+    return [name for name in run.differing(base) if name not in TUNED]
 
 
 def verdicts(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -77,16 +86,45 @@ def verdicts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 def verdict(run: Run, base: Run | None) -> str:
     """Describe what the method saved, what it cost, and whether it paid."""
-    numbers = summarize(run)
-    saved = _bytes(numbers)
+    saved = _bytes(summarize(run))
     if base is None:
-        return f"{saved} No fp32 run of the same task, seed and workers is shown, so whether it paid is not said."
-    if run.config["simulated"]:
-        told = [saved, _accuracy(run, base)[0], "The workers were simulated, so times say nothing about a network."]
+        return f"{saved} No fp32 run of the same task, seed and workers is shown, {UNSAID}"
+    fixed = _fixed(run, base)
+    if fixed:
+        return f"{saved} The fp32 run had {_with(base, fixed)}, and this one {_with(run, fixed)}, {UNSAID}"
+    simulated, why = run.config["simulated"], _no_measure(base)
+    told = [saved] if simulated else [saved, _step_time(run, base)]
+    if why is not None:
+        return " ".join([*told, f"{why}, {UNSAID}"])
+    accuracy, ratio = _accuracy(run, base)
+    told.append(accuracy)
+    if simulated:
+        told.append("The workers were simulated, so times say nothing about a network.")
+    elif ratio is None and run.early_end is not None:
+        told.append(f"The run {run.early_end}, {UNSAID}")
     else:
-        accuracy, ratio = _accuracy(run, base)
-        told = [saved, _step_time(numbers, summarize(base)), accuracy, _conclusion(run, base, ratio)]
+        told.append(_conclusion(run, base, ratio))
+    tuned = run.differing(base)
+    if tuned:
+        told.append(f"It was trained with {_with(run, tuned)}, and fp32 with {_with(base, tuned)}.")
     return " ".join([*told, *_hints(run, base)])
+
+
+def _with(run: Run, names: Sequence[str]) -> str:
+    return ", ".join(setting_text(name, run.conditions[name]) for name in names)
+
+
+def _no_measure(base: Run) -> str | None:
+    """Return why no run can be judged by a float32 run; None if runs can."""
+    if base.early_end is not None:
+        return f"The fp32 run {base.early_end}"
+    final = summarize(base).final_accuracy
+    if final is None:
+        return "The fp32 run has no evaluation to compare with"
+    reached = first_reaching(base, final)
+    if reached is None or not reached["step"]:
+        return "The fp32 run ended no more accurate than it began"
+    return None
 
 
 def _bytes(numbers: RunSummary) -> str:
@@ -99,21 +137,26 @@ def _bytes(numbers: RunSummary) -> str:
     )
 
 
-def _step_time(numbers: RunSummary, base: RunSummary) -> str:
-    if not numbers.step_time_s or not base.step_time_s:
+def _step_times(run: Run, base: Run) -> tuple[float | None, float | None, str]:
+    """Return the step times of both runs, and how they are to be read."""
+    if run.exchanges_seldom:
+        return mean_step_s(run), mean_step_s(base), "means, since most steps exchange nothing"
+    return summarize(run).step_time_s, summarize(base).step_time_s, "medians"
+
+
+def _step_time(run: Run, base: Run) -> str:
+    mine_s, theirs_s, kind = _step_times(run, base)
+    if not mine_s or not theirs_s:
         return "No step was timed."
-    ratio = numbers.step_time_s / base.step_time_s
     return (
-        f"A step took {seconds_text(numbers.step_time_s)} against fp32's {seconds_text(base.step_time_s)} "
-        f"(medians): {ratio_text(ratio)}."
+        f"A step took {seconds_text(mine_s)} against fp32's {seconds_text(theirs_s)} "
+        f"({kind}): {ratio_text(mine_s / theirs_s)}."
     )
 
 
 def _accuracy(run: Run, base: Run) -> tuple[str, float | None]:
     """Describe when fp32's final accuracy was reached; also return the ratio of times, or None if it was not."""
-    target = summarize(base).final_accuracy
-    if target is None:
-        return "The fp32 run has no evaluation to compare with.", None
+    target = base.of("eval")[-1]["accuracy"]
     mine, theirs = first_reaching(run, target), first_reaching(base, target)
     if mine is None or theirs is None:
         numbers = summarize(run)
@@ -134,6 +177,8 @@ def _accuracy(run: Run, base: Run) -> tuple[str, float | None]:
 
 def _hints(run: Run, base: Run) -> list[str]:
     """Return advice if a method without error feedback has lost accuracy."""
+    if run.early_end is not None:
+        return []
     reached, target = summarize(run).final_accuracy, summarize(base).final_accuracy
     if reached is None or target is None or reached >= target - BEHIND:
         return []
@@ -148,8 +193,8 @@ def _hints(run: Run, base: Run) -> list[str]:
 
 def _conclusion(run: Run, base: Run, ratio: float | None) -> str:
     if ratio is None:
-        times = [summarize(r).step_time_s for r in (run, base)]
-        faster = times[0] is not None and times[1] is not None and times[0] < times[1] * (1 - SAME)
+        mine_s, theirs_s, _ = _step_times(run, base)
+        faster = mine_s is not None and theirs_s is not None and mine_s < theirs_s * (1 - SAME)
         if faster:
             return "Steps were faster, but the accuracy was not reached: it did not pay here."
         return "It did not pay here: neither the accuracy was reached nor were steps faster."
