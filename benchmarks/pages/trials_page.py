@@ -102,11 +102,11 @@ PUBLISHED = (
 ARRIVALS = """## State for newcomers
 
 `python benchmarks/trials/arrivals.py`, as root: three hosts of an emulated network ({lab}) train a network with momentum, {state_mb:g} MB
-of parameters and momentum, until a fourth one comes. 0.25 s of computing are slept in each step, and the machine was shared with
-other work. The pause is the longest time between two rounds, beyond the usual one. *In after* is the time from the start of the newcomer's
-process to its first round. *Had* is what the newcomer had to the last bit when it met the others: it was not sent again. Bytes are not
-counted in the first way. One more arrival in the first way, under DiLoCo, had not ended after two minutes, for an unknown reason. About
-two seconds of each pause are the connections of the new epoch, which take many delays of the network, and are made while all wait."""
+of parameters and momentum, until a fourth one comes. 0.25 s of computing are slept in each step. The pause is the longest time between
+two rounds, beyond the usual one. *In after* is the time from the start of the newcomer's process to its first round. *Had* is what the
+newcomer had to the last bit when it met the others: it was not sent again. Bytes are not counted in the first way. About a second of
+each pause are the connections of the new epoch, which take many delays of the network, and are made while all wait. Under PowerSGD all
+that came before has changed when they meet, under DiLoCo half of it, and is sent once more."""
 
 CODES = """The shares of plain bytes that remain of states of networks that have learnt digits for 300 steps, and MB/s of the coder on one core.
 *10 steps before* is the difference from that state as [patches](publishing-weights.md) code it."""
