@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -61,6 +61,11 @@ class DeviceTensor(torch.Tensor):
 def there(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the device with the memory of one in main memory."""
     return tensor.detach().as_subclass(DeviceTensor)
+
+
+def parameters_of(shapes: Mapping[str, tuple[int, ...]], on_device: bool) -> dict[str, torch.nn.Parameter]:
+    """Return parameters of zeros: in main memory, where a link within :func:`fake_gpu` takes them for the device's."""
+    return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
 
 
 def here(value: Any) -> Any:

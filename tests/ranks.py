@@ -28,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import interpreters
@@ -54,7 +55,12 @@ def _load(path: str, name: str) -> Callable[..., Any]:
 
 @cache
 def _context() -> Any:
-    """Return the context that starts processes: forks of a server that has loaded what every rank needs."""
+    """Return the context that starts processes: forks of a server that has loaded what every rank needs.
+
+    Where there is a GPU, each rank is an interpreter of its own: what CUDA's libraries have started no fork can use.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks_preload"])
     if interpreters.can_fork():
@@ -82,7 +88,6 @@ def start_server() -> None:
 
 
 def _rank_main(rank: int, world_size: int, port: int, group_timeout_s: float, pipe: Connection) -> None:
-    import torch
 
     from gradwire.exchange.planning import planner
 

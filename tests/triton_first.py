@@ -1,7 +1,8 @@
 """Import this before anything that may import Triton, as ``torch._dynamo`` does: it settles that Triton interprets.
 
 Triton decides when it is first imported whether its own functions are compiled or interpreted, and tests run its
-kernels in the interpreter. The variable is taken back, so that other processes that tests start do not inherit it.
+kernels in the interpreter. The variable is taken back, so that other processes that tests start do not inherit it. The
+tests in ``gpu`` run them on a GPU instead: ``TRITON_INTERPRET=0 python -m pytest tests/gpu``.
 """
 
 import importlib
@@ -22,7 +23,7 @@ def import_kernels() -> None:
     if importlib.util.find_spec("triton") is None:
         return
     before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
     try:
         from gradwire.kernels.triton_core.backend import SERVED
 

@@ -59,31 +59,35 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    "parity",
-    [
-        test_parity.test_moments_have_the_bits_of_the_reference,
-        test_parity.test_encode_has_the_bits_of_the_reference,
-        test_parity.test_decode_has_the_bits_of_the_reference_and_leaves_gaps_alone,
-        test_parity.test_how_a_parameter_is_cut_into_segments_does_not_matter,
-        test_parity.test_empty_everything,
-        test_parity.test_bytes_that_no_encoder_writes_stay_in_bounds,
-        test_digit_sums.test_sums_are_exact,
-        test_digit_sums.test_any_bytes_give_the_bits_of_the_reference,
-        test_digit_sums.test_groups_decode_in_parts,
-        test_levels.test_every_backend_gives_the_bits_of_the_reference,
-        test_levels.test_bytes_that_no_encoder_writes_decode_to_levels,
-        test_shared_random.test_every_backend_gives_the_bits_of_the_reference,
-        test_natural.test_every_backend_gives_the_bits_of_the_reference,
-        test_signs.test_every_backend_gives_the_bits_of_the_reference,
-        test_signs.test_sums_are_those_of_the_reference,
-        test_signs.test_a_bit_is_x_at_least_zero,
-        test_selection.test_ties_go_to_the_lowest_positions_and_signs_do_not_count,
-        test_selection.test_the_largest_are_those_of_a_sort,
-        test_selection.test_positions_above_a_threshold_ascend_up_to_the_limit,
-    ],
-    ids=lambda parity: f"{parity.__module__}-{parity.__name__}",
-)
+PARITIES = [
+    test_parity.test_moments_have_the_bits_of_the_reference,
+    test_parity.test_encode_has_the_bits_of_the_reference,
+    test_parity.test_decode_has_the_bits_of_the_reference_and_leaves_gaps_alone,
+    test_parity.test_how_a_parameter_is_cut_into_segments_does_not_matter,
+    test_parity.test_empty_everything,
+    test_parity.test_bytes_that_no_encoder_writes_stay_in_bounds,
+    test_digit_sums.test_sums_are_exact,
+    test_digit_sums.test_any_bytes_give_the_bits_of_the_reference,
+    test_digit_sums.test_groups_decode_in_parts,
+    test_levels.test_every_backend_gives_the_bits_of_the_reference,
+    test_levels.test_bytes_that_no_encoder_writes_decode_to_levels,
+    test_shared_random.test_every_backend_gives_the_bits_of_the_reference,
+    test_natural.test_every_backend_gives_the_bits_of_the_reference,
+    test_signs.test_every_backend_gives_the_bits_of_the_reference,
+    test_signs.test_sums_are_those_of_the_reference,
+    test_signs.test_a_bit_is_x_at_least_zero,
+    test_selection.test_ties_go_to_the_lowest_positions_and_signs_do_not_count,
+    test_selection.test_the_largest_are_those_of_a_sort,
+    test_selection.test_positions_above_a_threshold_ascend_up_to_the_limit,
+]
+"""What every other backend is held to."""
+
+
+def name_of(parity: Callable[[str], None]) -> str:
+    return f"{parity.__module__}-{parity.__name__}"
+
+
+@pytest.mark.parametrize("parity", PARITIES, ids=name_of)
 def test_what_holds_for_other_backends_holds_for_triton(
     kernels: Kernels, parity: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from fake_gpu import FakeGPU, fake_gpu, here, there
+from fake_gpu import FakeGPU, fake_gpu, here, parameters_of, there
 from gradwire.exchange.ops import Reduce
 from ranks import fresh_ranks
 
@@ -23,7 +23,7 @@ STEPS = 3
 
 def rounds(method: str, options: dict[str, Any], gpu: FakeGPU | None = None) -> tuple[list[torch.Tensor], Any]:
     """Exchange some rounds in a loop without DDP; return the means of each, and the link's record."""
-    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    parameters = parameters_of(SHAPES, gpu is not None)
     link = gw.Link(parameters.items(), method, min_numel=95, seed=4, **options)
     draw, found = torch.Generator().manual_seed(dist.get_rank()), []
     for step in range(STEPS):
@@ -143,7 +143,7 @@ def test_parameters_of_two_devices_are_refused() -> None:
 def overflowing(method: str, on_device: bool) -> tuple[list[torch.Tensor], int, dict[str, torch.Tensor]]:
     """Exchange rounds of which the second has an infinity on one rank; return means, skipped rounds and residuals."""
     with fake_gpu() if on_device else nullcontext():
-        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        parameters = parameters_of(SHAPES, on_device)
         link = gw.Link(parameters.items(), method, min_numel=95, seed=4)
         draw, found = torch.Generator().manual_seed(dist.get_rank()), []
         for step in range(4):
@@ -190,7 +190,7 @@ def corrupted(method: str, kind: str) -> tuple[list[bool], str, str]:
 
     done: list[int] = []
     with fake_gpu(), mock.patch.object(StagedTransport, "_returned", changed):
-        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        parameters = parameters_of(SHAPES, True)
         link = gw.Link(parameters.items(), method, min_numel=95, seed=4, lanes=1)
         whole, errors = [], []
         for step in range(4):
@@ -253,7 +253,7 @@ def votes(method: str, collective: str, on_device: bool) -> list[torch.Tensor]:
     """Exchange rounds in which some ranks have no gradient of some parameters; return the outcomes."""
     rank = dist.get_rank()
     with fake_gpu() if on_device else nullcontext():
-        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        parameters = parameters_of(SHAPES, on_device)
         link = gw.Link(parameters.items(), method, seed=4, collective=collective)
         draw, found = torch.Generator().manual_seed(rank), []
         for step in range(4):
@@ -294,7 +294,7 @@ def scattered(method: str, on_device: bool) -> tuple[list[torch.Tensor], list[bo
     numel = 3 * 20 * 400
     waits: list[tuple[str, str]] = []
     with fake_gpu() if on_device else nullcontext() as gpu, mock.patch.object(StagedTransport, "execute", noted):
-        parameters = {"w": torch.nn.Parameter(torch.zeros(60, 400))}
+        parameters = parameters_of({"w": (60, 400)}, on_device)
         # In most chunks some rank has no shard.
         options = {"collective": "reduce_scatter", "chunk_numel": 8000, "lanes": 1}
         link = gw.Link(parameters.items(), method, seed=4, **options)
@@ -347,7 +347,7 @@ def looked_at() -> dict[str, Any]:
         return "nothing was refused"
 
     with fake_gpu() as gpu, mock.patch.object(StagedTransport, "_returned", changed):
-        parameters = {"w": torch.nn.Parameter(torch.zeros(60, 400))}
+        parameters = parameters_of({"w": (60, 400)}, True)
         link = gw.Link(parameters.items(), "QSGD()", seed=4, lanes=1)
         for _ in range(2):
             parameters["w"].grad = there(torch.ones(60, 400))
@@ -385,7 +385,7 @@ def checked() -> str:
         return returned(self, to, reply)
 
     with fake_gpu(), mock.patch.object(StagedTransport, "_returned", changed):
-        parameters = {"w": torch.nn.Parameter(torch.zeros(60, 400))}
+        parameters = parameters_of({"w": (60, 400)}, True)
         link = gw.Link(parameters.items(), "QSGD()", seed=4, check=True)
         parameters["w"].grad = there(torch.ones(60, 400))
         with pytest.raises(gw.GradwireError) as error:
