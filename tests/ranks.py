@@ -88,7 +88,6 @@ def start_server() -> None:
 
 
 def _rank_main(rank: int, world_size: int, port: int, group_timeout_s: float, pipe: Connection) -> None:
-
     from gradwire.exchange.planning import planner
 
     sys.path.insert(0, str(Path(__file__).parent))
