@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, misc, untyped-decorator"
-"""Triton kernels of rotations. A program rotates one block; a gather exchanges values in each step.
+"""Triton kernels of rotations. A program rotates one block, whose halves of each step are split off and joined.
 
 Signs are changed by flipping a bit: Triton's minus subtracts from zero, which would lose the sign of a zero.
 """
@@ -26,21 +26,32 @@ _UNIT = tl.constexpr(UNIT)
 
 
 @triton.jit
-def _flip(value, start, element, key0, key1, low, high, stream):
-    """Change signs at random."""
-    number = start + element
-    w0, w1, w2, w3 = philox((number // 2048 * 16 + number % 16).to(tl.int32), low, high, stream, key0, key1)
-    which = number // 512 % 4
-    word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
-    minus = (word >> (number // 16 % 32).to(tl.uint32)) << 31
-    return (value.to(tl.uint32, bitcast=True) ^ minus).to(tl.float32, bitcast=True)
+def _flip(value, start, key0, key1, low, high, stream, SIZE: tl.constexpr):
+    """Change signs at random. ``start`` is a multiple of the block's size.
+
+    The four words of a counter hold the signs of every 16th of 2048 elements.
+    """
+    if SIZE >= 2048:
+        own = tl.arange(0, SIZE // 2048)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        w0, w1, w2, w3 = philox((start // 2048 * 16 + own).to(tl.int32), low, high, stream, key0, key1)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(SIZE // 2048, 16, 4).trans(0, 2, 1)
+        words = words.expand_dims(2) >> tl.arange(0, 32).to(tl.uint32)[None, None, :, None]
+        word = words.reshape(SIZE)
+    else:
+        number = start + tl.arange(0, SIZE)
+        w0, w1, w2, w3 = philox((number // 2048 * 16 + number % 16).to(tl.int32), low, high, stream, key0, key1)
+        which = number // 512 % 4
+        word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+        word = word >> (number // 16 % 32).to(tl.uint32)
+    return (value.to(tl.uint32, bitcast=True) ^ (word << 31)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _step(value, element, h):
-    """Replace the values at j and j + h, j without the bit h, by their sum and their difference."""
-    other = tl.gather(value, element ^ h, 0)
-    return tl.where((element & h) == 0, value + other, other - value)
+def _step(value, SIZE: tl.constexpr, H: tl.constexpr):
+    """Replace the values at j and j + H, j without the bit H, by their sum and their difference."""
+    pairs = value.reshape(SIZE // (2 * H), 2, H).trans(0, 2, 1)
+    one, other = tl.split(pairs)
+    return tl.join(one + other, one - other).trans(0, 2, 1).reshape(SIZE)
 
 
 @triton.jit(do_not_specialize=["low", "high", "stream"])
@@ -55,9 +66,9 @@ def _rotate(
     value = tl.where(used, value * scale, 0.0)
     key0 = tl.load(key + 2 * program)
     key1 = tl.load(key + 2 * program + 1)
-    value = _flip(value, tl.load(starts + program), element, key0, key1, low, high, stream)
+    value = _flip(value, tl.load(starts + program), key0, key1, low, high, stream, SIZE)
     for step in tl.static_range(STEPS):
-        value = _step(value, element, 1 << step)
+        value = _step(value, SIZE, 1 << step)
     tl.store(z + tl.load(places + program) + element, tl.where(scale != 0.0, value, 0.0))
 
 
@@ -81,10 +92,10 @@ def _rotate_back(
     scale = tl.broadcast_to(tl.load(factor + tl.load(blocks + program)), [SIZE])
     value = tl.load(z + tl.load(places + program) + element)
     for step in tl.static_range(STEPS):
-        value = _step(value, element, SIZE >> (step + 1))
+        value = _step(value, SIZE, SIZE >> (step + 1))
     key0 = tl.load(key + 2 * program)
     key1 = tl.load(key + 2 * program + 1)
-    value = _flip(value * scale, tl.load(starts + program), element, key0, key1, low, high, stream)
+    value = _flip(value * scale, tl.load(starts + program), key0, key1, low, high, stream, SIZE)
     infinite = (scale.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
     value = tl.where(infinite, scale, value)
     inside = element < tl.load(room + program)

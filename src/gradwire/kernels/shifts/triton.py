@@ -1,5 +1,21 @@
-"""Shifts on a device: the definitions in plain PyTorch, whose few passes over memory need no kernel of their own."""
+"""Shifts on a device: operations of PyTorch, of which each reads and writes its tensors once.
 
-from gradwire.kernels.shifts.operations import step_mean_shift, step_shift, subtract_shift
+An operation on tensors of several types computes in the widest one, as the definitions do, and rounds to its output's.
+"""
 
-__all__ = ["step_mean_shift", "step_shift", "subtract_shift"]
+from __future__ import annotations
+
+import torch
+
+
+def subtract_shift(x: torch.Tensor, shift: torch.Tensor, scale: float) -> None:
+    torch.sub(x, shift, alpha=scale, out=x)
+
+
+def step_shift(shift: torch.Tensor, x: torch.Tensor, rate: float, out: torch.Tensor) -> None:
+    torch.add(shift, x, alpha=rate, out=out)
+
+
+def step_mean_shift(shift: torch.Tensor, x: torch.Tensor, rate: float, scale: float, out: torch.Tensor) -> None:
+    step_shift(shift, x, rate, out)
+    torch.add(x, shift, alpha=scale, out=x)

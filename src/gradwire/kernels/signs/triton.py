@@ -10,10 +10,11 @@ import triton.language as tl
 from gradwire.kernels.signs.operations import RunTable, SignSums
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
 from gradwire.kernels.triton_core.device_tables import blocks_of, groups_of, runs_of
-from gradwire.kernels.triton_core.integers import INFINITY, SIGNS, SIZES, add_blocks, block_integers, largest_bits
+from gradwire.kernels.triton_core.integers import AHEAD, INFINITY, SIGNS, SIZES, block_integers, sums_of_blocks
 from gradwire.kernels.triton_core.launch import cdiv, launch, tile
 
 _TILE = 256
+_INFINITY = tl.constexpr(INFINITY)
 
 
 @triton.jit(do_not_specialize=["begin", "length"])
@@ -43,20 +44,46 @@ def pack_signs(x: torch.Tensor, table: SegmentTable, begin: int, end: int, out: 
     launch(_signs, programs, x, groups.at, groups.room, begin, length, out, MINUS=minus, TILE=tile(_TILE))
 
 
+@triton.jit
+def _finite(begins, largest, out, TILE: tl.constexpr):
+    segment = tl.program_id(0)
+    most = tl.zeros([TILE], tl.int32)
+    end = tl.load(begins + segment + 1)
+    for start in range(tl.load(begins + segment), end, TILE):
+        block = start + tl.arange(0, TILE)
+        most = tl.maximum(most, tl.load(largest + block, mask=block < end, other=0))
+    tl.store(out + segment, (tl.max(most, axis=0) < _INFINITY).to(tl.uint8))
+
+
 def finite(x: torch.Tensor, table: SegmentTable, out: torch.Tensor) -> None:
-    largest = block_integers(x, table, SIZES)[0]
-    out.copy_(largest_bits(largest, table) < INFINITY)
+    largest, begins = block_integers(x, table, SIZES)[0], blocks_of(table, x.device).first
+    launch(_finite, len(table), begins, largest, out.view(torch.uint8), TILE=_TILE)
+
+
+@triton.jit
+def _add_signs(
+    begins, largest, first, second, third, above, below, count, KIND: tl.constexpr, AHEAD: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0)
+    positive, negative, bits = sums_of_blocks(begins, largest, first, second, segment, KIND, AHEAD)
+    counts = tl.zeros([TILE], tl.int64)
+    end = tl.load(begins + segment + 1)
+    for start in range(tl.load(begins + segment), end, TILE):
+        block = start + tl.arange(0, TILE)
+        counts += tl.load(third + block, mask=block < end, other=0)
+    here = segment + tl.arange(0, 1)
+    usable = bits < _INFINITY
+    tl.store(above + here, tl.where(usable, positive, float("inf")))
+    tl.store(below + here, tl.where(usable, negative, float("inf")))
+    tl.store(count + here, tl.where(usable, tl.sum(counts, axis=0), 0))
 
 
 def sign_sums(x: torch.Tensor, table: SegmentTable, out: SignSums) -> None:
-    largest, above, below, count = block_integers(x, table, SIGNS)
-    sums = add_blocks(table, largest, above, below, SIGNS)
-    usable = largest_bits(largest, table) < INFINITY
-    segment = blocks_of(table, x.device).segment.to(torch.int64)
-    counts = torch.zeros(len(table), dtype=torch.int64, device=x.device).scatter_add_(0, segment, count)
-    for target, found in ((out.above, sums[0]), (out.below, sums[1])):
-        target.copy_(torch.where(usable, found, torch.inf))
-    out.count.copy_(torch.where(usable, counts, 0))
+    launch(
+        _add_signs, len(table), blocks_of(table, x.device).first, *block_integers(x, table, SIGNS), out.above,
+        out.below, out.count, KIND=SIGNS, AHEAD=AHEAD, TILE=32, num_warps=1,
+    )  # fmt: skip
 
 
 def sign_encode(x: torch.Tensor, table: SegmentTable, begin: int, end: int, out: torch.Tensor) -> None:

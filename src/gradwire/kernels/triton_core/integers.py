@@ -10,10 +10,13 @@ import triton.language as tl
 from gradwire.kernels import philox as definition
 from gradwire.kernels.table import BLOCK_SIZE, SegmentTable
 from gradwire.kernels.triton_core.device_tables import blocks_of
-from gradwire.kernels.triton_core.launch import launch
+from gradwire.kernels.triton_core.launch import INTERPRETED, launch
 
 INFINITY = 0x7F800000
 _INFINITY = tl.constexpr(INFINITY)
+
+AHEAD = 2 if INTERPRETED else 16
+"""Blocks whose numbers are loaded before they are added; fewer in the interpreter, where each takes a millisecond."""
 
 SIZES, MOMENTS, SIGNS = 0, 1, 2
 """Sums of a block: none, of integers and their squares, or of integers by sign and the number of elements >= 0."""
@@ -47,54 +50,47 @@ def _block(x, at, room, largest, first, second, count, KIND: tl.constexpr, SIZE:
 
 
 @triton.jit
-def _add(begins, largest, first, second, sums, segments, KIND: tl.constexpr):
-    segment = tl.program_id(0)
+def sums_of_blocks(begins, largest, first, second, segment, KIND: tl.constexpr, AHEAD: tl.constexpr):
+    """Add two sums over the blocks of a segment, first to last, in float64.
+
+    The sums of a block count multiples of ``2^(e-23)``; the second one, for ``MOMENTS``, multiples of its square. A sum
+    waits for the one before. So the numbers of ``AHEAD`` blocks are loaded before the first of them is added; zeros
+    past the last block change no sum.
+
+    Returns:
+        The sums, float64 ``[1]`` each, and the bits of the largest magnitude, int32 ``[1]``, 0 for an empty segment.
+    """
     above = tl.zeros([1], tl.float64)
     below = tl.zeros([1], tl.float64)
-    one = tl.arange(0, 1)
-    for block in range(tl.load(begins + segment), tl.load(begins + segment + 1)):
-        exponent = tl.maximum((tl.load(largest + block + one) >> 23) - 127, -104).to(tl.int64) - 23
-        unit = ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
-        above += tl.load(first + block + one).to(tl.float64) * unit
-        if KIND == _MOMENTS:
-            unit = ((2 * exponent + 1023) << 52).to(tl.float64, bitcast=True)
-        below += tl.load(second + block + one).to(tl.float64) * unit
-    tl.store(sums + segment + one, above)
-    tl.store(sums + segments + segment + one, below)
+    most = tl.zeros([1], tl.int32)
+    end = tl.load(begins + segment + 1)
+    for start in range(tl.load(begins + segment), end, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            block = start + ahead + tl.arange(0, 1)
+            known = block < end
+            bits = tl.load(largest + block, mask=known, other=0)
+            exponent = tl.maximum((bits >> 23) - 127, -104).to(tl.int64) - 23
+            unit = ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
+            above += tl.load(first + block, mask=known, other=0).to(tl.float64) * unit
+            if KIND == _MOMENTS:
+                unit = ((2 * exponent + 1023) << 52).to(tl.float64, bitcast=True)
+            below += tl.load(second + block, mask=known, other=0).to(tl.float64) * unit
+            most = tl.maximum(most, bits)
+    return above, below, most
 
 
 def block_integers(x: torch.Tensor, table: SegmentTable, kind: int) -> tuple[torch.Tensor, ...]:
     """Return the largest magnitude's bits (int32) and three sums (int64) of each block of 4096 elements.
 
-    ``kind`` selects the sums. They are sums of ``trunc(x * 2^(23-e))``, with e the exponent of the block's largest
-    magnitude, or of zeros if that is not finite.
+    ``kind`` selects the sums; the others are not defined. They are sums of ``trunc(x * 2^(23-e))``, with e the exponent
+    of the block's largest magnitude, or of zeros if that is not finite.
     """
     blocks = blocks_of(table, x.device)
     number = len(blocks.at)
     largest = torch.empty(number, dtype=torch.int32, device=x.device)
-    sums = torch.zeros((3, number), dtype=torch.int64, device=x.device)
+    sums = torch.empty((3, number), dtype=torch.int64, device=x.device)
     launch(_block, number, x, blocks.at, blocks.room, largest, *sums, KIND=kind, SIZE=BLOCK_SIZE)
     return largest, *sums
-
-
-def add_blocks(
-    table: SegmentTable, largest: torch.Tensor, first: torch.Tensor, second: torch.Tensor, kind: int
-) -> torch.Tensor:
-    """Add two sums over the blocks of each segment, first to last, in float64: ``[2, S]``.
-
-    The sums of a block count multiples of ``2^(e-23)``; the second one, for ``MOMENTS``, multiples of its square.
-    """
-    begins = blocks_of(table, largest.device).first
-    sums = torch.zeros((2, len(table)), dtype=torch.float64, device=largest.device)
-    launch(_add, len(table), begins, largest, first, second, sums, len(table), KIND=kind)
-    return sums
-
-
-def largest_bits(largest: torch.Tensor, table: SegmentTable) -> torch.Tensor:
-    """Return the bits of the largest magnitude of each segment, int32 ``[S]``; 0 for an empty segment."""
-    segment = blocks_of(table, largest.device).segment.to(torch.int64)
-    found = torch.zeros(len(table), dtype=torch.int32, device=largest.device)
-    return found.scatter_reduce_(0, segment, largest, "amax")
 
 
 ROUNDS = tl.constexpr(definition.ROUNDS)
