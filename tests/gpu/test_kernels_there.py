@@ -18,7 +18,6 @@ from gradwire.kernels import (
     SegmentTable,
     digit_layout,
     get_kernels,
-    inverse_scale,
     packed_bytes,
     packed_groups,
 )
@@ -47,6 +46,10 @@ def test_rotations_have_the_bits_of_the_reference(kernels: Kernels) -> None:
 
 def test_special_values_have_the_bits_of_the_reference(kernels: Kernels) -> None:
     test_triton.test_special_values_have_the_bits_of_the_reference(kernels)
+
+
+def test_inverses_of_unusual_scales_have_the_bits_of_the_reference(kernels: Kernels) -> None:
+    test_triton.test_inverses_of_unusual_scales_have_the_bits_of_the_reference(kernels)
 
 
 @pytest.mark.parametrize("size", [1 << power for power in range(LEAST_BLOCK.bit_length() - 1, MOST_BLOCK.bit_length())])
@@ -97,8 +100,8 @@ def test_places_beyond_2_to_the_31_are_reached() -> None:
     begin, end = both.groups - alone.groups, both.groups
     trits = [torch.zeros(16 * alone.groups, dtype=torch.uint8, device=GPU) for _ in range(2)]
     signs = [torch.zeros(10 * alone.groups, dtype=torch.uint8, device=GPU) for _ in range(2)]
-    kernels.ternary_encode(x, both, limits, inverse_scale(limits), 5, 6, begin, end, trits[0])
-    kernels.ternary_encode(tail, alone, limit, inverse_scale(limit), 5, 6, 0, alone.groups, trits[1])
+    kernels.ternary_encode(x, both, limits, kernels.inverse_scale(limits), 5, 6, begin, end, trits[0])
+    kernels.ternary_encode(tail, alone, limit, kernels.inverse_scale(limit), 5, 6, 0, alone.groups, trits[1])
     kernels.sign_encode(x, both, begin, end, signs[0])
     kernels.sign_encode(tail, alone, 0, alone.groups, signs[1])
     assert torch.equal(*trits)

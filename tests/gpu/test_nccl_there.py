@@ -74,10 +74,16 @@ def by_nccl(method: str) -> tuple[list[torch.Tensor], Any]:
 
 @pytest.mark.parametrize("method", ON_DEVICE)
 def test_payloads_go_by_nccl_with_the_bits_of_main_memory(nccl_ranks: Any, method: str) -> None:
-    for (means, record), (others, other) in zip(nccl_ranks(plain, method, {}), nccl_ranks(by_nccl, method)):
+    found = nccl_ranks(by_nccl, method)
+    for (means, record), (others, other) in zip(nccl_ranks(plain, method, {}), found):
         assert (other["transport"], other["kernels_on"]) == ("nccl", "cuda:0")
-        assert all(torch.equal(mean, theirs) for mean, theirs in zip(means, others))
         assert other["sent_bytes"] == record["sent_bytes"]
+        for mean, theirs, first in zip(means, others, found[0][0]):
+            assert torch.equal(theirs, first)
+            # The casts are the backend's own sums, in an order of its own: two of three ranks' values are added first.
+            # Each of two additions is rounded by at most a half of the last of 8 bits, of a sum below 8.
+            unit = {"bf16": 2 * 2 * 8 * 2.0**-9, "fp32": 2 * 2 * 8 * 2.0**-25}.get(method, 0.0)
+            assert float((mean - theirs).abs().max()) <= unit
 
 
 def trained(method: str, options: dict[str, Any], steps: int = 12) -> tuple[list[float], list[float], dict[str, Any]]:

@@ -10,7 +10,6 @@ from kernel_cases import BACKENDS, derived_tolerance, digits_of, normal, one_seg
 
 from gradwire.kernels import get_kernels, inverse_scale
 from gradwire.kernels.philox import uniform_integers
-from gradwire.kernels.ternary.operations import _inverse_there
 
 
 def trits(
@@ -62,19 +61,23 @@ def test_exact_where_every_entry_is_zero_or_the_scale(name: str) -> None:
         assert torch.equal(trits(name, x, scale), expected)
 
 
-def test_the_scale_times_its_inverse_never_falls_short() -> None:
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_scale_times_its_inverse_never_falls_short(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     scale = torch.exp2(torch.rand(100_000, generator=generator) * 227.9 - 100)
     inverse = inverse_scale(scale)
     assert bool((scale * inverse >= 2.0**24).all())
     assert bool((scale * torch.nextafter(inverse, torch.zeros(1)) <= 2.0**24).all())
-    assert torch.equal(_inverse_there(scale), inverse)
+    assert torch.equal(get_kernels(name).inverse_scale(scale), inverse)
     special = inverse_scale(torch.tensor([0.0, math.inf, math.nan]))
     assert special.tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match=r"below 2\^-100"):
-        inverse_scale(torch.tensor([1e-38]))
+    for refusing in (inverse_scale, get_kernels(name).inverse_scale):
+        with pytest.raises(ValueError, match=r"below 2\^-100"):
+            refusing(torch.tensor([1e-38]))
     # On a device nothing is read back, so that nothing can be refused.
-    kept = _inverse_there(torch.tensor([0.0, 1e-38, 2.0**-100, 3e38, math.inf, -math.inf, math.nan, -1.0]))
+    unusual = torch.tensor([0.0, 1e-38, 2.0**-100, 3e38, math.inf, -math.inf, math.nan, -1.0])
+    kept = torch.empty_like(unusual)
+    get_kernels(name)._serve("moments").inverse(unusual, kept)
     assert kept.tolist() == [0.0, 0.0, 2.0**124, *inverse_scale(torch.tensor([3e38])).tolist(), 0.0, 0.0, 0.0, 0.0]
 
 

@@ -187,6 +187,14 @@ def test_special_values_have_the_bits_of_the_reference(kernels: Kernels) -> None
         assert all(same_bits(one, other) for one, other in zip(*results))
 
 
+def test_inverses_of_unusual_scales_have_the_bits_of_the_reference(kernels: Kernels) -> None:
+    unusual = torch.tensor([*SPECIAL, 1e-38, 2.0**-100, 7e-31, 1 / 3, 1e30])
+    found = [torch.empty_like(unusual) for _ in range(2)]
+    for chosen, out in zip((REFERENCE, kernels), found):
+        chosen._serve("moments").inverse(unusual, out)
+    assert torch.equal(*found)
+
+
 def test_tables_are_copied_to_a_device_once(kernels: Kernels) -> None:
     from gradwire.kernels.triton_core import device_tables
 

@@ -18,7 +18,7 @@ from gradwire.kernels.levels.grid import WHOLE, BlockTable, Grid
 from gradwire.kernels.levels.operations import packed_groups, summed
 from gradwire.kernels.levels.shared_random import SharedRandomGrid
 from gradwire.kernels.low_rank.operations import MatrixTable
-from gradwire.kernels.moments.operations import Moments
+from gradwire.kernels.moments.operations import Moments, inverse_scale
 from gradwire.kernels.natural.operations import natural_bytes, natural_sign_bytes
 from gradwire.kernels.packing.layout import (
     MAX_WORLD_SIZE,
@@ -32,7 +32,6 @@ from gradwire.kernels.rotation.blocks import LEAST_BLOCK, MOST_BLOCK, RotationTa
 from gradwire.kernels.signs.operations import RunTable, SignSums
 from gradwire.kernels.sketch.operations import MOST_COLUMNS, MOST_ROWS
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SIGN_BYTES, SegmentTable
-from gradwire.kernels.ternary.operations import inverse_scale
 from gradwire.kernels.triton_core.backend import SERVED as TRITON_FAMILIES
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -38,7 +39,9 @@ def _case(size: int) -> tuple[torch.Tensor, SegmentTable]:
 
 def _moments(kernels: Operations, size: int = 1) -> list[torch.Tensor]:
     moments = kernels.moments(*_case(size))
-    return [moments.max_abs, moments.mean, moments.std, moments.norm]
+    # Beside ordinary scales those that have no inverse.
+    scale = torch.tensor([0.9, 1 / 3, 3e38, 2.0**-100, 0.0, math.inf, math.nan], dtype=torch.float32, device="cpu")
+    return [moments.max_abs, moments.mean, moments.std, moments.norm, kernels.inverse_scale(scale)]
 
 
 def _ternary(kernels: Operations, size: int = 1) -> list[torch.Tensor]:

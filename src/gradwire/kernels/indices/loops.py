@@ -15,7 +15,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "cee6b7ab65bd7346"
+DIGEST = "94722adbe464ceb5"
 
 
 _TILE = 2048

@@ -11,7 +11,7 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.levels.grid import Grid, GridColumns
-from gradwire.kernels.ternary.operations import inverse_scale
+from gradwire.kernels.moments.operations import inverse_scale
 
 _MOST_INTEGERS = 256
 

@@ -9,11 +9,12 @@ import numpy as np
 from numba import njit
 
 from gradwire.kernels.moments import simd
+from gradwire.kernels.moments.operations import inverse
 from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "d74f1e17b8da06ad"
+DIGEST = "28d5c171aa2b76b2"
 
 
 _i32, _i64 = np.int32, np.int64
@@ -53,7 +54,9 @@ class MomentColumns(NamedTuple):
 
 
 class MomentsLoops(Compiled):
-    """The operations of the family ``moments``, compiled."""
+    """The operations of the family ``moments``, compiled but for the inverses of a few scales."""
+
+    inverse = staticmethod(inverse)
 
     def moments(self, x, table, out):
         values = x.numpy()

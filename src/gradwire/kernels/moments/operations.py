@@ -1,12 +1,15 @@
-"""Exact statistics of segments: the checked operation, and its definition in plain PyTorch."""
+"""Exact statistics of segments, and inverses of scales: checked operations, defined in plain PyTorch or NumPy."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from gradwire.errors import HyperparameterError
 from gradwire.kernels.front import Front, check_vector
 from gradwire.kernels.table import BLOCK_SIZE, SegmentTable
 
@@ -42,6 +45,57 @@ class MomentOperations(Front):
         out = Moments(max_abs, mean, std, norm)
         self._serve("moments").moments(x.detach(), table, out)
         return out
+
+    def inverse_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return ``2^24 / scale`` (float32), rounded up so that ``scale * inverse >= 2^24``; 0 for 0 and non-finite.
+
+        The probability that a trit fires is then ``ceil(fl(|x| * inverse)) / 2^24``: within 2^-24 of ``|x| / scale``,
+        and exactly one where ``|x| == scale``. A scale must be at least 2^-100, else its inverse would overflow. On a
+        device the inverse of a smaller one is 0, since raising an error would have to read it back.
+
+        Args:
+            scale: A float32 vector.
+
+        Raises:
+            HyperparameterError: a finite scale in main memory, other than zero, is smaller than 2^-100.
+        """
+        check_vector("scale", scale, torch.float32, len(scale))
+        if scale.device.type == "cpu":
+            _refuse_small(scale.detach().numpy())
+        out = torch.empty_like(scale)
+        self._serve("moments").inverse(scale.detach(), out)
+        return out
+
+
+def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Return :meth:`MomentOperations.inverse_scale` of a tensor in main memory, of any shape."""
+    _refuse_small(scale.detach().numpy())
+    return torch.from_numpy(_inverses(scale.detach().numpy()))
+
+
+def _refuse_small(values: npt.NDArray[np.float32]) -> None:
+    with np.errstate(invalid="ignore"):
+        small = (values > 0) & (values < _LEAST_SCALE)
+    if small.any():
+        raise HyperparameterError(f"scale {values[small].min()} is below 2^-100: treat such a segment as zero")
+
+
+_LEAST_SCALE = np.float32(2.0**-100)
+
+
+def inverse(scale: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(torch.from_numpy(_inverses(scale.numpy())))
+
+
+def _inverses(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    # There is one scale for each parameter of a bucket. On so few numbers NumPy is several times as fast as PyTorch.
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        usable = (values >= _LEAST_SCALE) & (values < np.inf)
+        found = (2.0**24 / values.astype(np.float64)).astype(np.float32)
+        # Rounding to nearest may leave the product just below 2^24: the next larger float is the inverse then.
+        found.view(np.int32)[...] += values * found < np.float32(2.0**24)
+    found[~usable] = 0
+    return found
 
 
 _INFINITY_BITS = 0x7F800000

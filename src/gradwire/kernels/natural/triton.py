@@ -13,7 +13,7 @@ from gradwire.kernels.signs.triton import pack_signs
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
 from gradwire.kernels.triton_core.device_tables import groups_of
 from gradwire.kernels.triton_core.integers import elements_of, uniform, words_of
-from gradwire.kernels.triton_core.launch import cdiv, launch, tile, word_arguments
+from gradwire.kernels.triton_core.launch import cdiv, launch, stride_of, tile, word_arguments
 
 _TILE = 32
 
@@ -40,7 +40,7 @@ def natural_encode(x: torch.Tensor, table: SegmentTable, round: int, stream: int
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["number", "stride", "behind", "groups", "weight"])
+@triton.jit(do_not_specialize=["number", "groups", "weight"])
 def _mean(rows, number, stride, behind, at, room, groups, weight, x, ADD: tl.constexpr, TILE: tl.constexpr):
     group, _, place, last, lane = elements_of(at, room, 0, groups, TILE)
     step = stride.to(tl.int64)
@@ -64,6 +64,6 @@ def _mean(rows, number, stride, behind, at, room, groups, weight, x, ADD: tl.con
 def natural_mean(rows: torch.Tensor, table: SegmentTable, weight: float, x: torch.Tensor, accumulate: bool) -> None:
     groups = groups_of(table, x.device)
     launch(
-        _mean, cdiv(table.groups, tile(_TILE)), rows, rows.shape[0], rows.stride(0), natural_sign_bytes(table.groups),
+        _mean, cdiv(table.groups, tile(_TILE)), rows, rows.shape[0], stride_of(rows), natural_sign_bytes(table.groups),
         groups.at, groups.room, table.groups, float(np.float32(weight)), x, ADD=accumulate, TILE=tile(_TILE),
     )  # fmt: skip

@@ -10,8 +10,8 @@ import triton.language as tl
 from gradwire.kernels.signs.operations import RunTable, SignSums
 from gradwire.kernels.table import SIGN_BYTES, SegmentTable
 from gradwire.kernels.triton_core.device_tables import blocks_of, groups_of, runs_of
-from gradwire.kernels.triton_core.integers import AHEAD, INFINITY, SIGNS, SIZES, block_integers, sums_of_blocks
-from gradwire.kernels.triton_core.launch import cdiv, launch, tile
+from gradwire.kernels.triton_core.integers import AHEAD, INFINITY, SIGNS, SIZES, block_sums, sums_of_blocks
+from gradwire.kernels.triton_core.launch import cdiv, launch, stride_of, tile
 
 _TILE = 256
 _INFINITY = tl.constexpr(INFINITY)
@@ -56,17 +56,16 @@ def _finite(begins, largest, out, TILE: tl.constexpr):
 
 
 def finite(x: torch.Tensor, table: SegmentTable, out: torch.Tensor) -> None:
-    largest, begins = block_integers(x, table, SIZES)[0], blocks_of(table, x.device).first
+    largest, begins = block_sums(x, table, SIZES)[0], blocks_of(table, x.device).first
     launch(_finite, len(table), begins, largest, out.view(torch.uint8), TILE=_TILE)
 
 
 @triton.jit
 def _add_signs(
-    begins, largest, first, second, third, above, below, count, KIND: tl.constexpr, AHEAD: tl.constexpr,
-    TILE: tl.constexpr,
+    begins, largest, first, second, third, above, below, count, TILE: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
     segment = tl.program_id(0)
-    positive, negative, bits = sums_of_blocks(begins, largest, first, second, segment, KIND, AHEAD)
+    positive, negative, bits = sums_of_blocks(begins, largest, first, second, segment, TILE, AHEAD)
     counts = tl.zeros([TILE], tl.int64)
     end = tl.load(begins + segment + 1)
     for start in range(tl.load(begins + segment), end, TILE):
@@ -81,8 +80,8 @@ def _add_signs(
 
 def sign_sums(x: torch.Tensor, table: SegmentTable, out: SignSums) -> None:
     launch(
-        _add_signs, len(table), blocks_of(table, x.device).first, *block_integers(x, table, SIGNS), out.above,
-        out.below, out.count, KIND=SIGNS, AHEAD=AHEAD, TILE=32, num_warps=1,
+        _add_signs, len(table), blocks_of(table, x.device).first, *block_sums(x, table, SIGNS), out.above,
+        out.below, out.count, TILE=128, AHEAD=AHEAD, num_warps=1,
     )  # fmt: skip
 
 
@@ -90,7 +89,7 @@ def sign_encode(x: torch.Tensor, table: SegmentTable, begin: int, end: int, out:
     pack_signs(x, table, begin, end, out, minus=False)
 
 
-@triton.jit(do_not_specialize=["number", "stride", "length"])
+@triton.jit(do_not_specialize=["number", "length"])
 def _vote(rows, number, stride, length, out, TILE: tl.constexpr):
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
     bit = tl.arange(0, 8)[None, :]
@@ -107,10 +106,10 @@ def _vote(rows, number, stride, length, out, TILE: tl.constexpr):
 
 def sign_vote(rows: torch.Tensor, out: torch.Tensor) -> None:
     number, length = rows.shape
-    launch(_vote, cdiv(length, tile(_TILE)), rows, number, rows.stride(0), length, out, TILE=tile(_TILE))
+    launch(_vote, cdiv(length, tile(_TILE)), rows, number, stride_of(rows), length, out, TILE=tile(_TILE))
 
 
-@triton.jit(do_not_specialize=["number", "stride", "runs", "begin", "end"])
+@triton.jit(do_not_specialize=["number", "runs", "begin", "end"])
 def _decode(
     rows, number, stride, at, room, run, left, length, above, below, runs, begin, end, x, ADD: tl.constexpr,
     TILE: tl.constexpr,
@@ -149,6 +148,6 @@ def sign_decode(
 ) -> None:  # fmt: skip
     groups, size = groups_of(runs.table, x.device), tile(_TILE // 2)
     launch(
-        _decode, cdiv(SIGN_BYTES * (end - begin), size), rows, rows.shape[0], rows.stride(0), groups.at, groups.room,
+        _decode, cdiv(SIGN_BYTES * (end - begin), size), rows, rows.shape[0], stride_of(rows), groups.at, groups.room,
         *runs_of(runs, x.device), above, below, runs.runs, begin, end, x, ADD=accumulate, TILE=size,
     )  # fmt: skip

@@ -2,48 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.kernels.front import Front, check_draw, check_groups, check_rows, check_vector
 from gradwire.kernels.packing.layout import DigitLayout, digit_layout, pack_digits, sum_layout, unpack_digits
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, GroupIndex, SegmentTable
-
-
-def inverse_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Return ``2^24 / scale`` (float32), rounded up so that ``scale * inverse >= 2^24``; 0 for 0 and non-finite.
-
-    The probability that a trit fires is then ``ceil(fl(|x| * inverse)) / 2^24``: within 2^-24 of ``|x| / scale``, and
-    exactly one where ``|x| == scale``. A scale must be at least 2^-100, else its inverse would overflow.
-
-    On a device the inverse of a smaller scale is 0, since raising an error would have to read the scale back.
-
-    Raises:
-        HyperparameterError: a finite scale in main memory, other than zero, is smaller than 2^-100.
-    """
-    if scale.device.type != "cpu":
-        return _inverse_there(scale)
-    # There is one scale for each parameter of a bucket. On so few numbers NumPy is several times as fast as PyTorch.
-    values = scale.detach().numpy()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        usable = (values > 0) & (values < np.inf)
-        if (usable & (values < np.float32(2.0**-100))).any():
-            raise HyperparameterError(f"scale {values[usable].min()} is below 2^-100: treat such a segment as zero")
-        inverse = (2.0**24 / values.astype(np.float64)).astype(np.float32)
-        # Rounding to nearest may leave the product just below 2^24: the next larger float is the inverse then.
-        inverse.view(np.int32)[...] += values * inverse < np.float32(2.0**24)
-    inverse[~usable] = 0
-    return torch.from_numpy(inverse)
-
-
-def _inverse_there(scale: torch.Tensor) -> torch.Tensor:
-    """Return the same bits by operations of PyTorch that IEEE 754 rounds exactly."""
-    usable = (scale >= 2.0**-100) & torch.isfinite(scale)
-    inverse = (2.0**24 / scale.double()).float()
-    short = scale * inverse < 2.0**24
-    inverse = (inverse.view(torch.int32) + short.to(torch.int32)).view(torch.float32)
-    return torch.where(usable, inverse, 0.0)
 
 
 class TernaryOperations(Front):

@@ -14,9 +14,10 @@ from gradwire.kernels.packing.triton import aligned, digit, store_word, sum_rows
 from gradwire.kernels.table import GROUP_BYTES, GROUP_SIZE, SegmentTable
 from gradwire.kernels.triton_core.device_tables import groups_of, powers_of
 from gradwire.kernels.triton_core.integers import elements_of, uniform, words_of
-from gradwire.kernels.triton_core.launch import cdiv, launch, tile, word_arguments
+from gradwire.kernels.triton_core.launch import cdiv, launch, stride_of, tile, word_arguments
 
 _TILE = 32
+_SUM_TILE = 64
 
 
 @triton.jit(do_not_specialize=["begin", "end", "low", "high", "stream"])
@@ -51,30 +52,34 @@ def ternary_encode(
     )  # fmt: skip
 
 
-_FIELD = 6
-_MOST_ROWS = ((1 << _FIELD) - 1) // 3
-"""Rows whose sums fit a field: a byte that no encoder writes has a digit of 3."""
-
-
 @triton.jit
-def _fields(octet, FIELD: tl.constexpr):
-    """Return the five digits of a byte, the highest not reduced modulo 3, in a field each, the lowest first.
+def _quotient(octet, DIGIT: tl.constexpr):
+    """Return a byte divided by 3^DIGIT, rounded down: these products give it for all bytes."""
+    if DIGIT == 0:
+        found = octet
+    elif DIGIT == 1:
+        found = (octet * 21846) >> 16
+    elif DIGIT == 2:
+        found = (octet * 7282) >> 16
+    elif DIGIT == 3:
+        found = (octet * 2428) >> 16
+    elif DIGIT == 4:
+        found = (octet * 810) >> 16
+    else:
+        found = octet * 0
+    return found
 
-    With t the quotients by 3, 9, 27 and 81, which these products give for all bytes, digit k is t_k - 3 t_(k+1).
-    """
-    first = (octet * 21846) >> 16
-    second = ((octet * 7282) >> 16) << FIELD
-    third = ((octet * 2428) >> 16) << (2 * FIELD)
-    fourth = ((octet * 810) >> 16) << (3 * FIELD)
-    return octet + ((1 << FIELD) - 3) * (first + second + third + fourth)
 
-
-@triton.jit(do_not_specialize=["stride", "groups", "blocks"])
+@triton.jit(do_not_specialize=["groups", "blocks"])
 def _sum_trits(
     rows, stride, groups, out, blocks, ROWS: tl.constexpr, BASE: tl.constexpr, DIGITS: tl.constexpr,
-    BYTES: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, FIELD: tl.constexpr, TILE: tl.constexpr,
+    BYTES: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add rows of trits in whole groups, and pack their sums. A unit is as many groups as make whole words."""
+    """Add rows of trits, and pack their sums. A unit is as many groups as make whole words.
+
+    With t_k the quotient of a byte by 3^k, its digits are t_k - 3 t_(k+1), the highest not reduced modulo 3. So the
+    digits' sum in another base is one of multiples of the quotients.
+    """
     unit = (tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]).to(tl.int64)
     lane = tl.arange(0, 16)[None, :]
     step = stride.to(tl.int64)
@@ -83,18 +88,30 @@ def _sum_trits(
         for own in tl.static_range(part * DIGITS // 5, ((part + 1) * DIGITS + 4) // 5):
             group = unit * UNIT + own
             known = (group < groups) & (lane < 16)
-            total = tl.zeros([TILE, 16], tl.uint32)
-            for row in tl.static_range(ROWS):
-                octet = tl.load(rows + row * step + group * 16 + lane, mask=known, other=0).to(tl.uint32)
-                total += _fields(octet, FIELD)
-            for plane in tl.static_range(5):
-                if (5 * own + plane >= part * DIGITS) and (5 * own + plane < (part + 1) * DIGITS):
-                    value = (total >> (FIELD * plane)) & ((1 << FIELD) - 1)
-                    word += tl.where(known, value, BASE // 2).to(tl.uint32) * (
-                        BASE ** (5 * own + plane - part * DIGITS)
-                    )
+            first = rows + group * 16 + lane
+            if (5 * own >= part * DIGITS) and (5 * own + 5 <= (part + 1) * DIGITS):
+                total = tl.zeros([TILE, 16], tl.uint32)
+                for row in tl.static_range(ROWS):
+                    octet = tl.load(first + row * step, mask=known, other=0).to(tl.uint32)
+                    total += octet + _quotient(octet, 1) * (BASE - 3) + _quotient(octet, 2) * (BASE * (BASE - 3))
+                    total += _quotient(octet, 3) * (BASE * BASE * (BASE - 3))
+                    total += _quotient(octet, 4) * (BASE * BASE * BASE * (BASE - 3))
+                total = tl.where(known, total, (BASE**5 - 1) // 2)
+                word += total * (BASE ** (5 * own - part * DIGITS))
+            else:
+                for plane in tl.static_range(5):
+                    if (5 * own + plane >= part * DIGITS) and (5 * own + plane < (part + 1) * DIGITS):
+                        total = tl.zeros([TILE, 16], tl.uint32)
+                        for row in tl.static_range(ROWS):
+                            octet = tl.load(first + row * step, mask=known, other=0).to(tl.uint32)
+                            total += _quotient(octet, plane) - 3 * _quotient(octet, plane + 1)
+                        word += tl.where(known, total, BASE // 2) * (BASE ** (5 * own + plane - part * DIGITS))
         block = unit * (5 * UNIT // DIGITS) + part
         store_word(out, block * 16 + lane, word, (block < blocks) & (lane < 16), BYTES, WHOLE)
+
+
+_MOST_ROWS = 32
+"""Rows that a kernel adds without a loop."""
 
 
 def ternary_sum(rows: torch.Tensor, layout: DigitLayout, out: torch.Tensor) -> None:
@@ -104,9 +121,9 @@ def ternary_sum(rows: torch.Tensor, layout: DigitLayout, out: torch.Tensor) -> N
         return
     unit = layout.digits // math.gcd(5, layout.digits)
     launch(
-        _sum_trits, cdiv(cdiv(groups, unit), tile(_TILE)), rows, rows.stride(0), groups, out,
+        _sum_trits, cdiv(cdiv(groups, unit), tile(_SUM_TILE)), rows, stride_of(rows), groups, out,
         layout.blocks(GROUP_SIZE * groups), ROWS=number, BASE=layout.base, DIGITS=layout.digits,
-        BYTES=layout.word_bytes, WHOLE=aligned(out, layout), UNIT=unit, FIELD=_FIELD, TILE=tile(_TILE),
+        BYTES=layout.word_bytes, WHOLE=aligned(out, layout), UNIT=unit, TILE=tile(_SUM_TILE),
     )  # fmt: skip
 
 

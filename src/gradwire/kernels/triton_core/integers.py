@@ -15,7 +15,7 @@ from gradwire.kernels.triton_core.launch import INTERPRETED, launch
 INFINITY = 0x7F800000
 _INFINITY = tl.constexpr(INFINITY)
 
-AHEAD = 2 if INTERPRETED else 16
+AHEAD = 2 if INTERPRETED else 32
 """Blocks whose numbers are loaded before they are added; fewer in the interpreter, where each takes a millisecond."""
 
 SIZES, MOMENTS, SIGNS = 0, 1, 2
@@ -38,59 +38,60 @@ def _block(x, at, room, largest, first, second, count, KIND: tl.constexpr, SIZE:
         unit = ((150 - exponent) << 23).to(tl.float32, bitcast=True)
         integer = tl.where(bits < _INFINITY, value * unit, 0.0).to(tl.int32).to(tl.int64)
         total = tl.sum(integer, axis=0)
+        # 2^(exponent - 23), of which sums are multiples: they are rounded once, to float64.
+        back = ((exponent + 1000).to(tl.int64) << 52).to(tl.float64, bitcast=True)
         if KIND == _MOMENTS:
-            tl.store(first + block, total)
-            tl.store(second + block, tl.sum(integer * integer, axis=0))
+            tl.store(first + block, total.to(tl.float64) * back)
+            back = ((2 * exponent + 977).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+            tl.store(second + block, tl.sum(integer * integer, axis=0).to(tl.float64) * back)
         if KIND == _SIGNS:
             size = tl.sum(tl.where(integer < 0, -integer, integer), axis=0)
             # Halves of even numbers, none of them negative.
-            tl.store(first + block, (size + total) >> 1)
-            tl.store(second + block, (size - total) >> 1)
+            tl.store(first + block, ((size + total) >> 1).to(tl.float64) * back)
+            tl.store(second + block, ((size - total) >> 1).to(tl.float64) * back)
             tl.store(count + block, tl.sum((inside & (value >= 0.0)).to(tl.int64), axis=0))
 
 
 @triton.jit
-def sums_of_blocks(begins, largest, first, second, segment, KIND: tl.constexpr, AHEAD: tl.constexpr):
-    """Add two sums over the blocks of a segment, first to last, in float64.
+def sums_of_blocks(begins, largest, first, second, segment, TILE: tl.constexpr, AHEAD: tl.constexpr):
+    """Add two sums over the blocks of a segment, first to last.
 
-    The sums of a block count multiples of ``2^(e-23)``; the second one, for ``MOMENTS``, multiples of its square. A sum
-    waits for the one before. So the numbers of ``AHEAD`` blocks are loaded before the first of them is added; zeros
-    past the last block change no sum.
+    A sum waits for the one before. So the numbers of ``AHEAD`` blocks are loaded before the first of them is added;
+    zeros past the last block change no sum.
 
     Returns:
-        The sums, float64 ``[1]`` each, and the bits of the largest magnitude, int32 ``[1]``, 0 for an empty segment.
+        The sums, float64 ``[1]`` each, and the bits of the largest magnitude, int32, 0 for an empty segment.
     """
+    begin = tl.load(begins + segment)
+    end = tl.load(begins + segment + 1)
+    most = tl.zeros([TILE], tl.int32)
+    for start in range(begin, end, TILE):
+        block = start + tl.arange(0, TILE)
+        most = tl.maximum(most, tl.load(largest + block, mask=block < end, other=0))
     above = tl.zeros([1], tl.float64)
     below = tl.zeros([1], tl.float64)
-    most = tl.zeros([1], tl.int32)
-    end = tl.load(begins + segment + 1)
-    for start in range(tl.load(begins + segment), end, AHEAD):
+    for start in range(begin, end, AHEAD):
         for ahead in tl.static_range(AHEAD):
             block = start + ahead + tl.arange(0, 1)
-            known = block < end
-            bits = tl.load(largest + block, mask=known, other=0)
-            exponent = tl.maximum((bits >> 23) - 127, -104).to(tl.int64) - 23
-            unit = ((exponent + 1023) << 52).to(tl.float64, bitcast=True)
-            above += tl.load(first + block, mask=known, other=0).to(tl.float64) * unit
-            if KIND == _MOMENTS:
-                unit = ((2 * exponent + 1023) << 52).to(tl.float64, bitcast=True)
-            below += tl.load(second + block, mask=known, other=0).to(tl.float64) * unit
-            most = tl.maximum(most, bits)
-    return above, below, most
+            above += tl.load(first + block, mask=block < end, other=0.0)
+            below += tl.load(second + block, mask=block < end, other=0.0)
+    return above, below, tl.max(most, axis=0)
 
 
-def block_integers(x: torch.Tensor, table: SegmentTable, kind: int) -> tuple[torch.Tensor, ...]:
-    """Return the largest magnitude's bits (int32) and three sums (int64) of each block of 4096 elements.
+def block_sums(x: torch.Tensor, table: SegmentTable, kind: int) -> tuple[torch.Tensor, ...]:
+    """Return the bits of the largest magnitude (int32) of each block of 4096 elements, and its sums.
 
-    ``kind`` selects the sums; the others are not defined. They are sums of ``trunc(x * 2^(23-e))``, with e the exponent
-    of the block's largest magnitude, or of zeros if that is not finite.
+    ``kind`` selects the sums, two of float64 and a count, int64; the others are not defined. They are sums of
+    ``trunc(x * 2^(23-e)) * 2^(e-23)``, with e the exponent of the block's largest magnitude, or of zeros if that is not
+    finite.
     """
     blocks = blocks_of(table, x.device)
     number = len(blocks.at)
     largest = torch.empty(number, dtype=torch.int32, device=x.device)
-    sums = torch.empty((3, number), dtype=torch.int64, device=x.device)
-    launch(_block, number, x, blocks.at, blocks.room, largest, *sums, KIND=kind, SIZE=BLOCK_SIZE)
-    return largest, *sums
+    sums = torch.empty((2, number), dtype=torch.float64, device=x.device)
+    count = torch.empty(number if kind == SIGNS else 0, dtype=torch.int64, device=x.device)
+    launch(_block, number, x, blocks.at, blocks.room, largest, *sums, count, KIND=kind, SIZE=BLOCK_SIZE)
+    return largest, *sums, count
 
 
 ROUNDS = tl.constexpr(definition.ROUNDS)

@@ -65,9 +65,27 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def stride_of(rows: torch.Tensor) -> int:
+    """Return the distance between the rows of a matrix, never 1, which Triton would replace by a constant."""
+    return rows.stride(0) if len(rows) > 1 else 16
+
+
 def word_arguments(round: int, stream: int) -> tuple[int, int, int]:
     """Return the three words of a draw's counter as signed integers of 32 bits, so that their type never varies."""
     return tuple((word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000 for word in (round, round >> 32, stream))  # type: ignore[return-value]
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""Machine code of kernels, with their constants in the order of their parameters."""
+
+
+def _variant(value: Any) -> Any:
+    """Return what Triton compiles variants of a kernel for: types, alignments, and integers that are one."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+    return None
 
 
 def _run(kernel, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -77,9 +95,17 @@ def _run(kernel, programs: int, arguments: tuple[Any, ...], constants: dict[str,
         return
     device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
     # Entering the context of a device takes as long as half a launch.
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    elsewhere = device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        kernel[(programs,)](*arguments, **constants, **OPTIONS)
+        # Triton would find the machine code by a text that it makes of all types and options, in each launch.
+        variant = id(kernel), device.index, *constants.items(), *map(_variant, arguments)
+        found = _compiled.get(variant)
+        if found is None:
+            code = kernel[(programs,)](*arguments, **constants, **OPTIONS)
+            _compiled[variant] = code, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        else:
+            code, values = found
+            code[(programs, 1, 1)](*arguments, *values)
 
 
 _launcher: Callable[..., None] = _run

@@ -28,7 +28,6 @@ from gradwire.kernels import (
     SegmentTable,
     byte_layout,
     digit_layout,
-    inverse_scale,
     packed_groups,
 )
 from gradwire.seeds import parameter_key
@@ -154,7 +153,14 @@ class LevelCodec(Codec):
         scale = self._scales(ours)
         out[: 4 * len(scale)].view(torch.float32).copy_(scale)
         self.kernels.quantise(
-            flat, self.blocks, inverse_scale(scale), ours.grid, self.layout, draw.round, draw.stream, self._digits(out)
+            flat,
+            self.blocks,
+            self.kernels.inverse_scale(scale),
+            ours.grid,
+            self.layout,
+            draw.round,
+            draw.stream,
+            self._digits(out),
         )
 
     def decode_rows(self, rows: torch.Tensor, summary: Summary, flat: torch.Tensor) -> None:

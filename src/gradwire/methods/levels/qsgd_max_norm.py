@@ -15,7 +15,7 @@ from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.method import Properties
 from gradwire.exchange.segments import Segment
 from gradwire.exchange.traits import Traits
-from gradwire.kernels import Grid, inverse_scale, packed_groups, summed
+from gradwire.kernels import Grid, packed_groups, summed
 from gradwire.methods.levels.level_compressor import LevelCodec, LevelSummary, as_levels
 from gradwire.methods.levels.qsgd import EvenLevels
 
@@ -90,7 +90,7 @@ class SharedLevelCodec(LevelCodec, SummableCodec):
         return packed_groups(units, self.sum_layout)
 
     def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
-        inverse = inverse_scale(self._scales(as_levels(summary)))
+        inverse = self.kernels.inverse_scale(self._scales(as_levels(summary)))
         self.kernels.quantise(
             flat, self.blocks, inverse, self.grid, self.layout, draw.round, draw.stream, self._digits(out)
         )

@@ -12,7 +12,7 @@ from gradwire.errors import IncompatibleError
 from gradwire.exchange.codecs.base import Constant, Draw, SummableCodec, Summary, usable
 from gradwire.exchange.deferred_checks import Flag, all_finite
 from gradwire.exchange.wire import ALIGNMENT, padded
-from gradwire.kernels import Coder, DigitLayout, SegmentTable, byte_layout, digit_layout, inverse_scale
+from gradwire.kernels import Coder, DigitLayout, SegmentTable, byte_layout, digit_layout
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
@@ -101,7 +101,7 @@ class TernaryCodec(SummableCodec):
         if self.side_bytes:
             told = self.told(ours)
             out[: 4 * len(told)].view(torch.float32).copy_(told)
-        inverse = inverse_scale(ours.scale)
+        inverse = self.kernels.inverse_scale(ours.scale)
         body = out[self.side_bytes : self.side_bytes + ALIGNMENT * self.units]
         self.kernels.ternary_encode(flat, self.table, ours.limit, inverse, draw.round, draw.stream, 0, self.units, body)
 

@@ -19,7 +19,6 @@ from gradwire.kernels import (
     SegmentTable,
     digit_layout,
     get_kernels,
-    inverse_scale,
     natural_bytes,
     packed_bytes,
     packed_groups,
@@ -109,7 +108,7 @@ def _encode_with_statistics(
 ) -> Callable[[], torch.Tensor]:
     def encode() -> torch.Tensor:
         scale = kernels.moments(x, table).max_abs
-        kernels.ternary_encode(x, table, scale, inverse_scale(scale), 1, 0, 0, table.groups, out)
+        kernels.ternary_encode(x, table, scale, kernels.inverse_scale(scale), 1, 0, 0, table.groups, out)
         return scale
 
     return encode
@@ -128,7 +127,7 @@ def _moments(kernels: Kernels, table: SegmentTable, x: torch.Tensor) -> list[Wor
 
 def _ternary(kernels: Kernels, table: SegmentTable, x: torch.Tensor) -> list[Work]:
     limit = torch.ones(len(table), device=x.device)
-    inverse, rows, out = inverse_scale(limit), _bytes(x, RANKS, 16 * table.groups), torch.zeros_like(x)
+    inverse, rows, out = kernels.inverse_scale(limit), _bytes(x, RANKS, 16 * table.groups), torch.zeros_like(x)
     words = _bytes(x, packed_bytes(80 * table.groups, RANKS))
     return [
         ("encode", lambda: kernels.ternary_encode(x, table, limit, inverse, 1, 0, 0, table.groups, rows[0])),
@@ -141,7 +140,7 @@ def _ternary(kernels: Kernels, table: SegmentTable, x: torch.Tensor) -> list[Wor
 def _levels(kernels: Kernels, table: SegmentTable, x: torch.Tensor) -> list[Work]:
     blocks, grid = BlockTable(table, 512), Grid.even(7)
     layout, scale = digit_layout(grid.base), torch.ones(blocks.blocks, device=x.device)
-    inverse, out = inverse_scale(scale), torch.zeros_like(x)
+    inverse, out = kernels.inverse_scale(scale), torch.zeros_like(x)
     rows = _bytes(x, RANKS, packed_groups(table.groups, layout))
     total = _bytes(x, packed_groups(table.groups, summed(layout, RANKS)))
     return [

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+_REST_CYCLES = 4_000_000
+"""Two milliseconds at 2 GHz, in which any work of a benchmark is enqueued."""
+
 
 class Bench:
     """Runs each function between two memcpys and collects rows.
@@ -22,7 +25,9 @@ class Bench:
         repetitions: Repetitions of each function.
         say: Called with each row.
         goals: Goals for the ratio to a memcpy, by name of the row.
-        device: Device of the vectors. On a GPU, times are those between two events on its current stream.
+        device: Device of the vectors. On a GPU, times are those between two events on its current stream, which rests
+            before until this process has enqueued the work: they are the GPU's own. A row's ``host_s`` is the time that
+            this process takes to enqueue the work.
     """
 
     def __init__(
@@ -39,13 +44,17 @@ class Bench:
         self.source = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(self.device)
         self.target = torch.zeros_like(self.source)
         self.rows: list[dict[str, Any]] = []
+        self._host_s = 0.0
 
     def _seconds(self, work: Callable[[], object]) -> float:
         """Return the seconds that ``work`` takes."""
         if self.device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_REST_CYCLES)
             first.record()
+            began = time.perf_counter()
             work()
+            self._host_s = time.perf_counter() - began
             last.record()
             last.synchronize()
             return float(first.elapsed_time(last)) / 1e3
@@ -71,10 +80,11 @@ class Bench:
 
     def take(self, kernel: str, layout: str, elements: int, timed: Callable[[], float]) -> None:
         """Add a row for ``elements`` from the seconds that ``timed`` returns."""
-        seconds, ratios = [], []
+        seconds, ratios, host = [], [], []
         for _ in range(self.repetitions):
             before = self._memcpy()
             spent = timed()
+            host.append(self._host_s)
             seconds.append(spent)
             ratios.append(spent / elements / ((before + self._memcpy()) / 2 / self.elements))
         # "inclusive" does not extrapolate beyond the sample.
@@ -89,5 +99,7 @@ class Bench:
             "ratio_p80": high,
             "goal_ratio": self.goals.get(kernel),
         }
+        if self.device.type == "cuda":
+            row["host_s"] = statistics.median(host)
         self.rows.append(row)
         self.say(row)
