@@ -94,6 +94,23 @@ def test_a_lane_that_is_closed_tells_that_a_collective_broke(lane: Lane, at_once
     assert isinstance(told, WireError)
 
 
+@both_ways
+def test_what_breaks_between_two_exchanges_is_told_by_the_next(
+    lane: Lane, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is: a thread that ended by it would let the next wait for ever."""
+
+    def broken() -> None:
+        raise KeyError("prepared")
+
+    (transport,) = (lane._transports or {}).values()
+    monkeypatch.setattr(transport, "end_job", broken)
+    assert outcome(lane, exchange(lambda: None), at_once=False) == [7]
+    (told,) = outcome(lane, exchange(lambda: None), at_once)
+    assert isinstance(told, WireError)
+    assert "KeyError: 'prepared'" in str(told)
+
+
 def test_exchanges_run_in_the_order_in_which_they_were_handed_over(lane: Lane) -> None:
     """Each after what it waits for, and one that is to come first before it."""
     order: list[str] = []

@@ -81,7 +81,7 @@ class Lane:
         self._begun = threading.Lock()
         self._open: set[Future[Any]] = set()
         self._was_stuck: list[object] = []
-        self._given_up = False
+        self._given_up, self._failure = False, ""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -264,10 +264,19 @@ class Lane:
         self._hang_up(broken=False)
 
     def _end_job(self) -> None:
-        """Let the transports prepare for the next round; what breaks in it is told by the next operation."""
+        """Let the transports prepare for the next round; what breaks in it is told by the next operation.
+
+        A connection that is broken raises again by itself. For anything else the lane is closed: its thread must not
+        end, or whoever waits for the next operation would wait for ever.
+        """
         for transport in (self._transports or {}).values():
-            with contextlib.suppress(RuntimeError):
-                transport.end_job()
+            try:
+                with contextlib.suppress(RuntimeError):
+                    transport.end_job()
+            except Exception as error:
+                self._failure = f" ({type(error).__name__}: {error})"
+                self._hang_up()
+                return
 
     def _hang_up(self, broken: bool = True) -> None:
         # Close this lane's connections, so that the other ranks notice the failure now and not after the group's
@@ -305,7 +314,7 @@ class Lane:
 
     def _transport(self, op: Op) -> Transport:
         if self._transports is None:
-            raise RuntimeError("this lane was closed after a failure")
+            raise RuntimeError(f"this lane was closed after a failure{self._failure}")
         return self._transports[op.scope]
 
 
