@@ -153,6 +153,20 @@ def test_rotations_have_the_bits_of_the_reference(
         assert same_bits(*results[2:])
 
 
+@pytest.mark.parametrize("size", [2048, 4096])
+def test_large_blocks_are_rotated(kernels: Kernels, size: int) -> None:
+    """Whose signs come from whole counters."""
+    table = RotationTable([0], [2 * size], [3 * size], [(1, 2)], size)
+    x, factor = normal(2 * size, size), torch.ones(2)
+    found = [torch.zeros(table.coordinates) for _ in range(2)]
+    back = [torch.zeros(2 * size) for _ in range(2)]
+    for chosen, z, decoded in zip((REFERENCE, kernels), found, back):
+        chosen.rotate(x, table, factor, 3, 4, z)
+        chosen.rotate_back(z.clone(), table, factor, 3, 4, decoded)
+    assert torch.equal(*found)
+    assert torch.equal(*back)
+
+
 @pytest.mark.parametrize("times", [1, 16])
 @pytest.mark.parametrize("family", SERVED)
 def test_several_programs_share_a_call(

@@ -296,6 +296,19 @@ def test_who_fails_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
         assert not leaving.is_alive()
 
 
+def test_who_fails_does_not_wait_for_those_that_it_blames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They never came."""
+    monkeypatch.setattr(sys, "last_value", KeyError("boom"), raising=False)
+    monkeypatch.setattr(watch, "MEET_S", 600.0)
+    with watches(2) as (_, made):
+        made[1].meet([0])
+        made[1].tell(Notice(BECAUSE, "a", (0,), "rank 0 never came"))
+        leaving = threading.Thread(target=made[1].leave, args=("its program came to its end",), daemon=True)
+        leaving.start()
+        leaving.join(10)
+        assert not leaving.is_alive()
+
+
 def test_a_stranger_is_not_taken_for_a_rank() -> None:
     with watches(2) as (store, made):
         made[0].meet([1])

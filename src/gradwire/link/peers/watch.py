@@ -89,6 +89,7 @@ class Watch:
         self.changed = threading.Condition()
         self._standings: dict[int, Standing] = {}
         self._warned: set[int] = set()
+        self._blamed: set[int] = set()
         self._ticked_s = time.monotonic()
         self._in_trouble = self.storeless = False
         self._ticked: weakref.WeakSet[Ticked] = weakref.WeakSet()
@@ -144,6 +145,8 @@ class Watch:
     def tell(self, notice: Notice) -> None:
         """Send a notice to all connected ranks."""
         self._in_trouble = self._in_trouble or notice.kind in (FAILED, BECAUSE)
+        if notice.kind == BECAUSE:
+            self._blamed.update(notice.ranks)
         self._connections.tell(notice)
 
     def leave(self, how: str) -> None:
@@ -162,10 +165,14 @@ class Watch:
         self._connections.close()
 
     def _wait_until_met(self) -> None:
-        """Give the ranks that this one depends on time to connect: an end before it would be one without a word."""
+        """Give the ranks that this one depends on time to connect: an end before it would be one without a word.
+
+        Those that this rank has named as the cause of a failure may never come.
+        """
         with self.changed:
+            waited_for = [standing for rank, standing in self._standings.items() if rank not in self._blamed]
             self.changed.wait_for(
-                lambda: all(s.heard_s is not None or s.ended_s is not None for s in self._standings.values()), MEET_S
+                lambda: all(s.heard_s is not None or s.ended_s is not None for s in waited_for), MEET_S
             )
 
     def judge(
