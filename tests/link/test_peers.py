@@ -301,8 +301,8 @@ def test_who_fails_does_not_wait_for_those_that_it_blames(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "last_value", KeyError("boom"), raising=False)
     monkeypatch.setattr(watch, "MEET_S", 600.0)
     with watches(2) as (_, made):
-        made[1].meet([0])
-        made[1].tell(Notice(BECAUSE, "a", (0,), "rank 0 never came"))
+        made[1].meet([7])
+        made[1].tell(Notice(BECAUSE, "a", (7,), "rank 7 never came"))
         leaving = threading.Thread(target=made[1].leave, args=("its program came to its end",), daemon=True)
         leaving.start()
         leaving.join(10)
