@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,31 +42,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    """Triton's kernels on the GPU, for tensors in main memory; ``get_kernels("triton")`` returns them."""
+    """Triton's kernels on the GPU, for tensors in main memory; ``get_kernels("triton")`` returns them.
+
+    A test fails if none of them was launched: another backend in their place would give the bits of the reference, too.
+    """
     from real_gpu import CopiedThere
 
+    from gradwire.kernels.triton_core import launch
+
+    run, launches = launch._launcher, list[str]()
+
+    def counted(kernel: Any, *rest: Any) -> None:
+        launches.append(kernel.__name__)
+        run(kernel, *rest)
+
+    monkeypatch.setattr(launch, "_launcher", counted)
     monkeypatch.setitem(backends.BACKENDS, "triton", lambda threads: CopiedThere())
     get_kernels.cache_clear()
     yield get_kernels("triton")
     get_kernels.cache_clear()
+    assert launches, "no kernel was launched"
+
+
+def joined(number: int) -> Iterator[Ranks]:
+    """Ranks whose default group has NCCL for tensors on the GPU, and Gloo for others."""
+    from real_gpu import join_by_nccl
+
+    ranks = Ranks(number)
+    ranks(join_by_nccl)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")
 def nccl_ranks() -> Iterator[Ranks]:
-    """Three ranks whose default group has NCCL for tensors on the GPU, and Gloo for others."""
-    from real_gpu import join_by_nccl
-
-    ranks = Ranks(3)
-    ranks(join_by_nccl)
-    yield ranks
-    ranks.close()
+    yield from joined(3)
 
 
 @pytest.fixture(scope="session")
 def four_nccl_ranks() -> Iterator[Ranks]:
-    from real_gpu import join_by_nccl
-
-    ranks = Ranks(4)
-    ranks(join_by_nccl)
-    yield ranks
-    ranks.close()
+    yield from joined(4)

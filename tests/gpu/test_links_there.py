@@ -52,7 +52,8 @@ OTHERS = [
 
 @pytest.mark.parametrize("method", OTHERS, ids=repr)
 def test_every_method_has_the_same_bits_wherever_it_computes(ranks: Any, method: gw.Method) -> None:
-    test_devices.same(ranks, repr(method), {})
+    found = test_devices.same(ranks, repr(method), {})
+    assert [record["device"] for _, record, _ in found] == ["cuda:0"] * 3
 
 
 @pytest.mark.parametrize("method", ["ErrorFeedback(compressor=QSGDinf())", "EF21(compressor=QSGDinf())"])

@@ -66,7 +66,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def stride_of(rows: torch.Tensor) -> int:
-    """Return the distance between the rows of a matrix, never 1, which Triton would replace by a constant."""
+    """Return the distance between rows of several bytes: never 1, which Triton would replace by a constant."""
     return rows.stride(0) if len(rows) > 1 else 16
 
 
