@@ -100,6 +100,49 @@ def test_a_rank_that_fails_tells_the_others_what_and_where() -> None:
         assert sentence.startswith("rank 1 failed" if rank == 1 else f"rank {rank} could not go on at bucket")
 
 
+def break_between() -> str:
+    """Train; rank 1 breaks between two exchanges, and makes no other. Give the error, of rank 1 before it asks."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    module = layers(6)
+    link = gw.Link(module.named_parameters(), "terngrad", min_numel=1)
+    wait_until_watched()
+
+    def broken() -> None:
+        raise KeyError("prepared")
+
+    for step in range(3):
+        if step == 1 and rank == 1:
+            for lane in link._runtime.lanes:
+                for transport in (lane._transports or {}).values():
+                    transport.end_job = broken  # type: ignore[method-assign]
+        if step == 2 and rank == 1:
+            # As where the program waits in a collective of its own for the others, which wait for this rank.
+            for _ in range(600):
+                if link.error is not None:
+                    return str(link.error)
+                time.sleep(0.1)
+            return "never told"
+        square_loss(module, rank, step).backward()
+        try:
+            link.reduce_()
+        except gw.GradwireError as error:
+            return str(error)
+    return "no error"
+
+
+def test_what_breaks_between_two_exchanges_is_told_to_the_others_at_once() -> None:
+    """A program that makes no other exchange, since it waits for the others elsewhere, must not keep them waiting."""
+    with fresh_ranks(3, group_timeout_s=600) as ranks:
+        ranks.start(break_between)
+        answers = ranks.collect(60)
+    for rank, (kind, value) in enumerate(answers):
+        assert kind == "ok", value
+        assert "rank 1 failed at the preparation of its next exchange: KeyError: 'prepared'" in value
+        assert value.startswith("rank 1 failed" if rank == 1 else f"rank {rank} could not go on at bucket")
+
+
 def end(how: str) -> None:
     """End this process as a script of its own would end."""
     if how == "killed":

@@ -88,6 +88,8 @@ class Failures:
         self.error: GradwireError | None = None
         self.circle, self._lanes, self._parted = circle, lanes, False
         circle.break_by(weakref.WeakMethod(self.break_off))
+        for lane in lanes:
+            lane.on_failure(weakref.WeakMethod(self._failed_between))
 
     def forget(self) -> None:
         """Forget the error: these connections have ended, and others will be made in their place."""
@@ -140,6 +142,9 @@ class Failures:
         """Raise the link's error, if it has one."""
         if self.error is not None:
             raise _without_frames(self.error)
+
+    def _failed_between(self, error: Exception) -> None:
+        self.record(error, "the preparation of its next exchange")
 
     def _explain(self, error: Exception, where: str) -> GradwireError:
         rank = self.circle.rank

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -82,6 +83,7 @@ class Lane:
         self._open: set[Future[Any]] = set()
         self._was_stuck: list[object] = []
         self._given_up, self._failure = False, ""
+        self._on_failure: Callable[[], Callable[[Exception], object] | None] = _nobody
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -123,6 +125,10 @@ class Lane:
         else:
             self._jobs.put((self._turns.take(), label, wait, [first, generator] if first else [generator], future))
         return future
+
+    def on_failure(self, tell: weakref.WeakMethod[Callable[[Exception], object]]) -> None:
+        """Set the method that is called, on the lane's thread, with an error that closes the lane between two jobs."""
+        self._on_failure = tell
 
     def hang_up(self) -> None:
         """Close the connections once the lane is idle."""
@@ -264,10 +270,11 @@ class Lane:
         self._hang_up(broken=False)
 
     def _end_job(self) -> None:
-        """Let the transports prepare for the next round; what breaks in it is told by the next operation.
+        """Let the transports prepare for the next round.
 
-        A connection that is broken raises again by itself. For anything else the lane is closed: its thread must not
-        end, or whoever waits for the next operation would wait for ever.
+        A connection that is broken raises again in the next operation. For anything else the lane is closed: its thread
+        must not end, or whoever waits for the next operation would wait for ever. It is told at once, since the program
+        may be waiting, outside the link, for ranks that wait for this one.
         """
         for transport in (self._transports or {}).values():
             try:
@@ -275,6 +282,9 @@ class Lane:
                     transport.end_job()
             except Exception as error:
                 self._failure = f" ({type(error).__name__}: {error})"
+                tell = self._on_failure()
+                if tell is not None:
+                    tell(error)
                 self._hang_up()
                 return
 
@@ -334,6 +344,10 @@ def _stays_local(op: Op) -> bool:
 
 def _nothing() -> Exchange[None]:
     yield from ()
+
+
+def _nobody() -> None:
+    """Return no method."""
 
 
 _Job = tuple[int, str, Callable[[], object] | None, list[Exchange[Any]], Future[Any]]
