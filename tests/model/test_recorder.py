@@ -31,12 +31,15 @@ def test_marks_become_spans_and_buckets_are_counted_from_the_begin_of_backward()
     assert found.numel == 30
 
 
-def test_medians_over_steps_are_told() -> None:
-    spans = [(1.0, 4.0, 0.5), (3.0, 5.0, 0.25), (2.0, 6.0, 8.0)]
-    found = recorded([step(10.0 * i, *s, 1.0 + i, 3.5) for i, s in enumerate(spans)])
+def test_a_step_is_as_long_as_the_median_of_all_and_its_parts_are_in_proportion_to_their_medians() -> None:
+    """Where one part of each step is interrupted, the medians of the parts sum up to less than any step took."""
+    spans = [(3.0, 4.0, 0.5), (1.0, 7.0, 0.5), (1.0, 4.0, 2.0)]
+    found = recorded([step(10.0 * i, *s, 1.0, 3.5) for i, s in enumerate(spans)])
     assert found is not None
-    assert (found.forward_s, found.backward_s, found.after_s) == (2.0, 5.0, 0.5)
-    assert [bucket.ready_s for bucket in found.buckets] == [2.0, 3.5]
+    assert found.compute_s == pytest.approx(7.5)
+    stretched = 7.5 / (1.0 + 4.0 + 0.5)
+    told = (found.forward_s, found.backward_s, found.after_s, *(bucket.ready_s for bucket in found.buckets))
+    assert told == pytest.approx([part * stretched for part in (1.0, 4.0, 0.5, 1.0, 3.5)])
 
 
 def test_only_steps_of_the_newest_layout_count() -> None:

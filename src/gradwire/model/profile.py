@@ -152,7 +152,11 @@ class Recorder:
         self._steps.clear()
 
     def timeline(self) -> Timeline | None:
-        """Return medians over the steps with the latest layout of buckets; None before the first step."""
+        """Return a step as long as the median of the steps with the latest layout of buckets; None before the first.
+
+        Its parts are in proportion to their own medians. These sum up to less than a step where processes share cores:
+        each part is now and then interrupted, and in most steps one of them is.
+        """
         if not self._steps:
             return None
         layout = [(names, numel) for _, names, numel in self._steps[-1][1]]
@@ -161,7 +165,9 @@ class Recorder:
         forward_s, backward_s, after_s = (_middle(column) for column in zip(*spans))
         ready = [_middle([b[i][0] - marks[1] for marks, b in steps]) for i in range(len(layout))]
         buckets = tuple(ReadyBucket(names=names, numel=numel, ready_s=at) for (names, numel), at in zip(layout, ready))
-        return Timeline(forward_s=forward_s, buckets=buckets, backward_s=backward_s, after_s=after_s)
+        parts = Timeline(forward_s=forward_s, buckets=buckets, backward_s=backward_s, after_s=after_s)
+        whole_s = _middle([marks[-1] - marks[0] for marks, _ in steps])
+        return parts.scaled(whole_s) if parts.compute_s > 0 else parts
 
 
 def _middle(values: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -63,17 +64,15 @@ def cases_of(
 
     Codecs are timed here, one exchange after the other; at the deadline the cases so far are returned. The timeline is
     that of the unlimited (or fastest) cell of the same model and hosts, since a user profiles once, not for each
-    bandwidth.
+    bandwidth. A step without an exchange knows no network, so that the timeline is as long as their median over all
+    cells.
 
     Raises:
         RunError: a model and number of hosts has no timeline, or a damaged one.
     """
     rows = [row for row in rows if compute_of(row) == "real"]
-    timelines: dict[tuple[str, int], Timeline] = {}
-    for row in sorted(rows, key=lambda r: r["bandwidth_bits_per_s"] or float("inf")):
-        if row["variant"] == COMPUTE and row.get("timeline"):
-            timelines[row["model"], row["hosts"]] = _timeline(row)
     rows = of_one_link(rows, say)
+    timelines = _timelines(rows)
     exchanges: dict[tuple[str, int, str], ExchangeProfile] = {}
     cases = []
     for row in rows:
@@ -129,6 +128,17 @@ def _topology(row: Row) -> Topology:
 def _has_one_link(topology: Topology) -> bool:
     own = topology.overrides or topology.host_impairments
     return topology.groups == 1 and topology.asymmetric is None and not own and not topology.outages
+
+
+def _timelines(rows: Sequence[Row]) -> dict[tuple[str, int], Timeline]:
+    fastest: dict[tuple[str, int], Timeline] = {}
+    alone: dict[tuple[str, int], list[float]] = {}
+    for row in sorted(rows, key=lambda r: r["bandwidth_bits_per_s"] or float("inf")):
+        if row["variant"] == COMPUTE and row.get("timeline"):
+            key = row["model"], row["hosts"]
+            fastest[key] = _timeline(row)
+            alone.setdefault(key, []).append(row["step_time_s"])
+    return {key: timeline.scaled(median(alone[key])) for key, timeline in fastest.items()}
 
 
 def _timeline(row: Row) -> Timeline:
