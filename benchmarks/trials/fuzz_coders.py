@@ -1,15 +1,21 @@
 """Coverage-guided fuzzing of what decodes entropy-coded sections.
 
     python benchmarks/trials/fuzz_coders.py CORPUS -max_total_time=300 -max_len=1200
+    python benchmarks/trials/fuzz_coders.py --json benchmarks/results/trials/fuzz_coders.json
 
-Needs `pip install atheris` (not a dependency). Inputs are bodies; the frame around them fits, so that what is fuzzed is
+Needs `pip install atheris` (not a dependency). The second fuzzes for 330 s from what encoders write alone, and writes
+how it ended. Inputs are bodies; the frame around them fits, so that what is fuzzed is
 the decoder behind the check. The reference decoder, whose lines guide the fuzzer, must end in an output or a status,
 and the compiled ones, each variant, in the same. CORPUS is a folder for inputs found; options of libFuzzer follow it.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import atheris
@@ -20,6 +26,9 @@ with atheris.instrument_imports(include=["gradwire.kernels.entropy"]):
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.lib.runs import write
 from gradwire.kernels.entropy.base import VARIANTS, Body, Bytes, Variants
 from gradwire.kernels.entropy.cpu import compiled_body
 
@@ -71,7 +80,29 @@ def plant(corpus: Path) -> None:
                     (corpus / f"seed-{which}-{number}-{largest}").write_bytes(head + room[:size].tobytes())
 
 
+OPTIONS = ("-max_total_time=330", "-max_len=1200")
+
+
+def written(path: Path) -> int:
+    """Fuzz in another process, whose end libFuzzer decides, and write how it ended; return its exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, str(Path(folder) / "corpus"), f"-artifact_prefix={folder}/", *OPTIONS]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        print(done.stderr[-2000:])
+        ended = re.search(r"Done (\d+) runs in (\d+) second", done.stderr)
+        covered = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", done.stderr)
+        found = {"exit_code": done.returncode, "crashes": len(list(Path(folder).glob("crash-*")))}
+        if ended is not None and covered:
+            found |= {"executions": int(ended[1]), "seconds": int(ended[2])}
+            found |= dict(zip(("edges", "features", "inputs_kept"), map(int, covered[-1])))
+        decoders = [fast.coder + " " + str(fast.variants) for _, compiled in DECODERS for fast in compiled]
+        write(path, atheris=version("atheris"), options=OPTIONS, decoders=decoders, **found)
+    return done.returncode
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--json":
+        sys.exit(written(Path(sys.argv[2])))
     plant(Path(sys.argv[1]))
     atheris.Setup(sys.argv, one_input)
     atheris.Fuzz()
