@@ -2,10 +2,10 @@
 
     python benchmarks/speed/level_updates.py --turns 5 --json benchmarks/results/speed/level_updates.json
 
-A million Laplacian elements, blocks of 8192, one thread, one and four simulated workers. A row is a method with one
-width and one model: in turns, a round that updates the levels and a round that does not; the seconds are the medians of
-either, and of their difference, with the 20 % and 80 % points. With four workers the difference has the statistics of
-all four, which real workers take at once, and one fit to all of them, for which the other workers wait.
+A million Laplacian elements, blocks of 8192, one thread, one, four and sixteen simulated workers. A row is a method
+with one width and one model: in turns, a round that updates the levels and a round that does not; the seconds are the
+medians of either, and of their difference, with the 20 % and 80 % points. With several workers the difference has the
+statistics of all of them, which real workers take at once, and one fit to all of them, for which the others wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gradwire as gw
 from benchmarks.lib.runs import write
 
-ELEMENTS, TURNS, WORKERS = 1_000_000, 7, (1, 4)
+ELEMENTS, TURNS, WORKERS = 1_000_000, 7, (1, 4, 16)
 KINDS = {"ALQ": gw.ALQ, "ALQ-N": gw.ALQN, "AMQ": gw.AMQ, "AMQ-N": gw.AMQN}
 WIDTHS, MODELS = (3, 4), ("normal", "histogram")
 
