@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.results import RESULTS, ROOT
+from gradwire.model.forecast import WORTH
 from gradwire.tools.bench.predict import judge
 from gradwire.tools.bench.step import read_rows
 from gradwire.tools.bench.variants import VARIANTS
@@ -60,6 +61,8 @@ def advice(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "predicted_speedup": ratios["predicted_s"],
                     "clear": abs(ratios["measured_s"] - 1) > CLEAR,
                     "right": (ratios["measured_s"] > 1) == (ratios["predicted_s"] > 1),
+                    # Plan advises a method only where it is so many times as fast.
+                    "advised": ratios["predicted_s"] >= WORTH,
                 }
             )
     return found
@@ -78,6 +81,7 @@ def summary(rows: list[dict[str, Any]], advised: list[dict[str, Any]]) -> dict[s
         clear = [a for a in advised if a["against"] == against and a["clear"]]
         out[f"clear_cells_against_{against}"] = len(clear)
         out[f"right_against_{against}"] = sum(a["right"] for a in clear)
+        out[f"well_advised_against_{against}"] = sum(a["advised"] == (a["measured_speedup"] > 1) for a in clear)
     return out
 
 
