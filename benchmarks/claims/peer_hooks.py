@@ -37,7 +37,7 @@ from benchmarks.lib.runs import write
 NUMEL, ROUNDS, UNCOUNTED = 1 << 18, 64, 2
 LAYERS, WIDTH, STEPS = 12, 64, 20
 BUCKET_MB = 0.0157
-"""Just above one layer of the twelve."""
+"""Just above the weights of one of the twelve layers, so that each bucket has one."""
 LIMIT_S = 40.0
 """Within which a trial takes its steps, a tenth of a second of computing, or counts as one that hangs."""
 CHANNEL = 512

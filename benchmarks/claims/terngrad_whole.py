@@ -11,7 +11,8 @@ compared with :class:`gradwire.SimulatedLink`, bit for bit. Convolutions and pro
 
 A GPU repeats two recorded graphs a step, between which the payloads are encoded, since their random numbers depend on
 the round. After ``--seconds`` a training is evaluated where it stands, and the result says after how many steps. Rows
-of other numbers of workers in the result are kept.
+of other numbers of workers in the result are kept. Trainings of several seeds differ in their first weights and in
+TernGrad's random numbers, and see the same images.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ class Exchange:
     Args:
         named: Parameters by name.
         workers: Number of workers.
+        seed: Seed of the method's random numbers.
         device: Device of the matrix.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], workers: int, device: torch.device) -> None:
+    def __init__(self, named: Sequence[tuple[str, Tensor]], workers: int, seed: int, device: torch.device) -> None:
         segments, offset = [], 0
         for name, p in named:
             parameter = Parameter(name, tuple(p.shape), p.stride())
@@ -115,7 +117,7 @@ class Exchange:
             offset += p.numel()
         compressed, self.dense = divide(segments)
         kernels = get_kernels("triton" if device.type == "cuda" else "auto")
-        self.codec = gw.TernGrad().codec(kernels, compressed, workers, 0)
+        self.codec = gw.TernGrad().codec(kernels, compressed, workers, seed)
         self.workers = workers
         self._payloads = torch.zeros(
             (workers, self.codec.payload_bytes(self.codec.units)), dtype=torch.uint8, device=device
@@ -170,7 +172,7 @@ class Training:
             if any(p is one for one in self.model.decayed()):
                 decay.fill_(DECAY)
         self._gradients = [self._places(row) for row in self.rows]
-        self.exchange = Exchange(named, workers, device) if workers else None
+        self.exchange = Exchange(named, workers, seed, device) if workers else None
         on_gpu = device.type == "cuda"
         self.optimizer = torch.optim.Adam([self.flat], lr=RATE, fused=on_gpu or None, capturable=on_gpu)
         self.average, self._first = self.flat.clone(), self.flat.clone()
@@ -231,9 +233,9 @@ class Training:
             return False
         with torch.device("meta"):
             named = ConvNet(CROP).named_parameters()
-        link = gw.SimulatedLink(list(named), "terngrad", self.workers)
+        link = gw.SimulatedLink(list(named), "terngrad", self.workers, seed=self.seed)
         link.round = round
-        wanted, found = link.reduce_(rows.cpu()), self.mean.cpu()
+        wanted, found = link.reduce_(rows.to("cpu", copy=True)), self.mean.cpu()
         whole = torch.ones(len(found), dtype=torch.bool)
         for part in self.exchange.dense:
             whole[part.offset : part.offset + part.numel] = False

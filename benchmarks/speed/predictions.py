@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median, quantiles
@@ -37,6 +38,17 @@ GRID = (*VARIANTS, "gradwire auto", "gradwire fp16")
 CASTS = ("ddp fp32", "ddp fp16", "gradwire bf16")
 
 
+def advises(cell: dict[str, dict[str, Any]], names: Sequence[str]) -> bool:
+    """Return whether ``gradwire plan`` would advise TernGrad: as in :func:`gradwire.model.forecast.recommend`.
+
+    A cast takes the place of DDP alone, and TernGrad that of either, where it is predicted to be so many times as fast.
+    """
+    first, *casts = (cell[name]["predicted_s"] for name in names if name in cell)
+    fastest = min(casts, default=first)
+    base = fastest if first / fastest >= WORTH else first
+    return bool(base / cell["gradwire terngrad"]["predicted_s"] >= WORTH)
+
+
 def advice(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare TernGrad with DDP alone, and with the best cast, in each judged cell: measured and predicted."""
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
@@ -47,7 +59,7 @@ def advice(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for (model, lab), cell in cells.items():
         one = cell["gradwire terngrad"]
         for against, names in (("DDP fp32", CASTS[:1]), ("the best cast", CASTS)):
-            ratios = {}
+            ratios: dict[str, float] = {}
             for kind in ("measured_s", "predicted_s"):
                 ratios[kind] = min(cell[n][kind] for n in names if n in cell) / one[kind]
             found.append(
@@ -61,8 +73,7 @@ def advice(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "predicted_speedup": ratios["predicted_s"],
                     "clear": abs(ratios["measured_s"] - 1) > CLEAR,
                     "right": (ratios["measured_s"] > 1) == (ratios["predicted_s"] > 1),
-                    # Plan advises a method only where it is so many times as fast.
-                    "advised": ratios["predicted_s"] >= WORTH,
+                    "advised": advises(cell, names),
                 }
             )
     return found

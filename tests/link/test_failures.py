@@ -20,6 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.link.failures import Failures
 from gradwire.link.peers import circle
 from oracle import layers, square_loss
 from ranks import fresh_ranks, unused_port, wait_until_watched
@@ -141,6 +142,39 @@ def test_what_breaks_between_two_exchanges_is_told_to_the_others_at_once() -> No
         assert kind == "ok", value
         assert "rank 1 failed at the preparation of its next exchange: KeyError: 'prepared'" in value
         assert value.startswith("rank 1 failed" if rank == 1 else f"rank {rank} could not go on at bucket")
+
+
+class Stub:
+    """A circle, or a lane, that takes every call and keeps what it was told."""
+
+    rank, ranks = 1, (0, 1)
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.busy = False
+
+    def failed(self, text: str) -> None:
+        self.told.append(text)
+
+    def nothing(self, *_: object) -> None:
+        """Do nothing."""
+
+    break_by = on_failure = hang_up = nothing
+
+
+def test_a_lane_that_a_link_has_left_breaks_nothing_when_it_ends() -> None:
+    """Members go on over other lanes, while those of the epoch before may still end."""
+    left, own, circle = Stub(), Stub(), Stub()
+    failures: Any = Failures(circle, [left])  # type: ignore[arg-type, list-item]
+    failures.forget()
+    failures._failed_between(left, KeyError("prepared"))
+    failures.connect(circle, [own])
+    failures._failed_between(left, KeyError("prepared"))
+    assert failures.error is None
+    assert not circle.told
+    failures._failed_between(own, KeyError("prepared"))
+    assert "the preparation of its next exchange: KeyError: 'prepared'" in str(failures.error)
+    assert circle.told
 
 
 def end(how: str) -> None:

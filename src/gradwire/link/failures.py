@@ -143,8 +143,10 @@ class Failures:
         if self.error is not None:
             raise _without_frames(self.error)
 
-    def _failed_between(self, error: Exception) -> None:
-        self.record(error, "the preparation of its next exchange")
+    def _failed_between(self, lane: Lane, error: Exception) -> None:
+        # A lane of other ranks, which this link has left, may still end.
+        if not self._parted and any(lane is one for one in self._lanes):
+            self.record(error, "the preparation of its next exchange")
 
     def _explain(self, error: Exception, where: str) -> GradwireError:
         rank = self.circle.rank

@@ -83,7 +83,7 @@ class Lane:
         self._open: set[Future[Any]] = set()
         self._was_stuck: list[object] = []
         self._given_up, self._failure = False, ""
-        self._on_failure: Callable[[], Callable[[Exception], object] | None] = _nobody
+        self._on_failure: Callable[[], Callable[[Lane, Exception], object] | None] = _nobody
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -126,8 +126,8 @@ class Lane:
             self._jobs.put((self._turns.take(), label, wait, [first, generator] if first else [generator], future))
         return future
 
-    def on_failure(self, tell: weakref.WeakMethod[Callable[[Exception], object]]) -> None:
-        """Set the method that is called, on the lane's thread, with an error that closes the lane between two jobs."""
+    def on_failure(self, tell: weakref.WeakMethod[Callable[[Lane, Exception], object]]) -> None:
+        """Set the method that the lane's thread calls with the lane and an error that closes it between two jobs."""
         self._on_failure = tell
 
     def hang_up(self) -> None:
@@ -282,10 +282,12 @@ class Lane:
                     transport.end_job()
             except Exception as error:
                 self._failure = f" ({type(error).__name__}: {error})"
-                tell = self._on_failure()
-                if tell is not None:
-                    tell(error)
                 self._hang_up()
+                tell = self._on_failure()
+                # Nor by an error of who is told.
+                with contextlib.suppress(Exception):
+                    if tell is not None:
+                        tell(self, error)
                 return
 
     def _hang_up(self, broken: bool = True) -> None:

@@ -143,8 +143,11 @@ def _timelines(rows: Sequence[Row]) -> dict[tuple[str, int], Timeline]:
 
 def _timeline(row: Row) -> Timeline:
     try:
-        return Timeline.from_json(row["timeline"])
-    except (KeyError, TypeError, AttributeError) as error:
+        found = Timeline.from_json(row["timeline"])
+        if not found.compute_s > 0:
+            raise ValueError("its step takes no time")
+        return found
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(
             f"the timeline of {row['model']} on {row['hosts']} hosts cannot be read ({type(error).__name__}: {error}):"
             " measure that cell again"
