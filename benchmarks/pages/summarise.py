@@ -61,6 +61,8 @@ def readme_table() -> str:
                 f"{100 * four['fp32_accuracy_mean']:.2f} %, TernGrad {100 * four['terngrad_accuracy_mean']:.2f} % "
                 "([all workers](docs/results.md)).",
             ]
+    if trained := terngrad_page.in_short():
+        lines += ["", trained]
     return "\n".join(lines)
 
 

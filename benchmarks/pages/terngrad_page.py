@@ -55,6 +55,19 @@ def whole() -> list[str]:
     ]
 
 
+def in_short() -> str | None:
+    """Return a sentence on the whole training with 2 workers, for the first page."""
+    found = result("claims/terngrad_whole")
+    if not found:
+        return None
+    last = next(line for line in found["table"] if line["workers"] == 2)
+    return (
+        f"The TernGrad paper's ConvNet on CIFAR-10, 2 workers, all of its {last['steps']:,} steps, {len(last['seeds'])} seed: "
+        f"fp32 {100 * mean(last['fp32']):.2f} %, TernGrad {100 * mean(last['terngrad']):.2f} % "
+        "([its table 1](docs/results.md#cifar-10-with-adam-the-terngrad-papers-table-1-whole))."
+    )
+
+
 def shortened() -> list[str]:
     """Describe TernGrad's CIFAR-10 table, shortened."""
     found = result("claims/terngrad_cifar10")
