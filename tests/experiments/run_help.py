@@ -15,6 +15,7 @@ import torch
 
 from gradwire.exchange.digests import unpack
 from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.experiments.folder import checkpoint_steps
 from interpreters import forking, is_server
 
 
@@ -78,7 +79,8 @@ def write_small_libsvm(path: Path, rows: int = 90, features: int = 12) -> Path:
 
 def model_of(run: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a run's newest checkpoint."""
-    (path,) = (run / "checkpoint").glob("step-*/shared.pt")
+    # Workers of a launcher that was killed may have begun another, which is not whole yet.
+    path = run / "checkpoint" / f"step-{checkpoint_steps(run)[-1]}" / "shared.pt"
     state: dict[str, torch.Tensor] = unpack(torch.load(path, weights_only=True), str(path))["state"]["model"]
     return state
 
