@@ -38,6 +38,7 @@ from gradwire.exchange.codecs.base import Draw
 from gradwire.exchange.segments import Parameter, Segment, divide
 from gradwire.kernels import get_kernels
 from gradwire.methods.ternary.ternary_codec import TernarySummary
+from gradwire.tools.experiments.simulate import places_of
 from gradwire.tools.experiments.tasks.cifar10 import Cifar10, ConvNet, ResponseNorm
 
 CROP, RATE, DECAY, AVERAGE = 24, 2e-4, 0.004, 0.9999
@@ -166,25 +167,19 @@ class Training:
         self.decay = torch.zeros_like(self.flat)
         self.rows = torch.zeros((max(1, workers), len(self.flat)), device=device)
         self.mean = self.rows[0] if not workers else torch.zeros_like(self.flat)
-        for p, place, decay in zip(self.parameters, self._places(self.flat), self._places(self.decay)):
+        for p, place, decay in zip(
+            self.parameters, places_of(self.parameters, self.flat), places_of(self.parameters, self.decay)
+        ):
             place.copy_(p.detach())
             p.data = place
             if any(p is one for one in self.model.decayed()):
                 decay.fill_(DECAY)
-        self._gradients = [self._places(row) for row in self.rows]
+        self._gradients = [places_of(self.parameters, row) for row in self.rows]
         self.exchange = Exchange(named, workers, seed, device) if workers else None
         on_gpu = device.type == "cuda"
         self.optimizer = torch.optim.Adam([self.flat], lr=RATE, fused=on_gpu or None, capturable=on_gpu)
         self.average, self._first = self.flat.clone(), self.flat.clone()
         self._steps = torch.zeros((), device=device)
-
-    def _places(self, vector: Tensor) -> list[Tensor]:
-        """Return views of a vector as the parameters, each in memory order."""
-        views, offset = [], 0
-        for p in self.parameters:
-            views.append(vector[offset:].as_strided(p.shape, p.stride()))
-            offset += p.numel()
-        return views
 
     def jobs(self) -> list[Callable[[], None]]:
         """Return the work of each worker before the exchange."""
@@ -217,7 +212,7 @@ class Training:
     @torch.no_grad()
     def evaluated(self, weights: Tensor) -> tuple[float, float]:
         """Return accuracy and mean loss on the held-out images."""
-        values = dict(zip((name for name, _ in self.model.named_parameters()), self._places(weights)))
+        values = dict(zip((name for name, _ in self.model.named_parameters()), places_of(self.parameters, weights)))
         right, loss, number = 0.0, 0.0, len(self.batches.held_out)
         for first in range(0, number, EVALUATED_AT_ONCE):
             here = slice(first, first + EVALUATED_AT_ONCE)

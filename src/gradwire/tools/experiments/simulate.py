@@ -19,6 +19,15 @@ from gradwire.tools.experiments.engine import LinkEngine, build_model, link_opti
 from gradwire.tools.experiments.order import share
 
 
+def places_of(parameters: Sequence[Tensor], vector: Tensor) -> list[Tensor]:
+    """Return views of a vector that have the parameters' shapes, one after the other, each in memory order."""
+    views, offset = [], 0
+    for parameter in parameters:
+        views.append(vector[offset:].as_strided(parameter.shape, parameter.stride()))
+        offset += parameter.numel()
+    return views
+
+
 class SimulatedEngine(LinkEngine):
     """An :class:`~gradwire.tools.experiments.engine.Engine` that plays all workers, with a row of gradients for each.
 
@@ -38,20 +47,12 @@ class SimulatedEngine(LinkEngine):
         self.parameters = list(self.model.parameters())
         self.buffers = list(self.model.buffers())
         self.matrix = torch.empty(plan.workers, self.link.numel)
-        self.places = [self._places(row) for row in self.matrix]
+        self.places = [places_of(self.parameters, row) for row in self.matrix]
 
     def load(self) -> None:
         """Read the workers' data."""
         self.source = self.plan.task.load()
         self.order = self.plan.task.order(self.plan.seed, self.source.samples, self.world_size)
-
-    def _places(self, row: Tensor) -> list[Tensor]:
-        """Return views of a row of the matrix as the parameters' gradients, each in memory order."""
-        views, offset = [], 0
-        for parameter in self.parameters:
-            views.append(row[offset:].as_strided(parameter.shape, parameter.stride()))
-            offset += parameter.numel()
-        return views
 
     def _decay(self) -> list[Tensor | None]:
         if not self.plan.task.decay:
