@@ -19,7 +19,7 @@ import torch
 from run_help import Listener
 
 from alone import group_of_one
-from gradwire.tools.experiments import launch, member, run_record, worker
+from gradwire.tools.experiments import folder, launch, member, run_record, worker
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.experiments.folder import ROW_FIELDS, RunFolder, checkpoint_steps
@@ -238,7 +238,11 @@ def is_locked(folder: Path) -> bool:
         return f"another process trains in {folder}" in str(error)
 
 
-def test_a_run_in_which_another_process_trains_is_neither_continued_nor_removed(tmp_path: Path) -> None:
+def test_a_run_in_which_another_process_trains_is_neither_continued_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (folder, launch):
+        monkeypatch.setattr(module, "LOCK_PATIENCE_S", 0.0)
     run = RunFolder.create(tmp_path / "c" / "fp32")
     run.write_config(config_of(PLAN))
     (tmp_path / "c" / "compare.json").write_text('{"methods": ["FP32()"]}')
@@ -250,18 +254,18 @@ def test_a_run_in_which_another_process_trains_is_neither_continued_nor_removed(
             launch.run_workers(PLAN, run.path, lambda row: None, resume=True)
         with pytest.raises(RunError, match="another process trains in"):
             member.resume_as_member(run.path, Listener(), "127.0.0.1:1", "secret")
-        for folder in (run.path, tmp_path / "c"):
+        for path in (run.path, tmp_path / "c"):
             with pytest.raises(RunError, match="another process trains in"):
-                RunFolder.create(folder, overwrite=True)
+                RunFolder.create(path, overwrite=True)
     assert run.read_config() == config_of(PLAN) | {"started": run.read_config()["started"]}
     assert not is_locked(run.path)
 
 
 def test_rank_0_of_torchruns_group_locks_the_folder_until_it_has_trained(tmp_path: Path) -> None:
     with group_of_one(), contextlib.ExitStack() as lock:
-        folder = worker._agree_on_folder(PLAN, tmp_path / "run", False, lock)
-        assert is_locked(folder)
-    assert not is_locked(folder)
+        path = worker._agree_on_folder(PLAN, tmp_path / "run", False, lock)
+        assert is_locked(path)
+    assert not is_locked(path)
 
 
 def test_a_member_locks_the_folder_that_it_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,9 +277,9 @@ def test_a_member_locks_the_folder_that_it_makes(tmp_path: Path, monkeypatch: py
         return run.path
 
     monkeypatch.setattr(member, "_train", train)
-    folder = member.train_as_member(PLAN, Listener(), "127.0.0.1:1", "secret", folder=tmp_path / "a")
+    path = member.train_as_member(PLAN, Listener(), "127.0.0.1:1", "secret", folder=tmp_path / "a")
     assert found == [True]
-    assert not is_locked(folder)
+    assert not is_locked(path)
 
 
 def test_where_nothing_can_be_locked_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,3 +313,19 @@ def test_a_lock_ends_with_its_process_whatever_that_has_started(tmp_path: Path) 
         # As ``process.wait``, while both children still wait for the end of their input.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not is_locked(tmp_path)
+
+
+def test_the_workers_of_a_killed_launcher_keep_the_folder_locked_while_they_live(tmp_path: Path) -> None:
+    """They may be writing a checkpoint. Closing the launcher's own descriptor stands for its death."""
+    run = RunFolder.create(tmp_path / "run")
+    run.write_config(config_of(PLAN))
+    with launch.Crew(PLAN, run.path, resume=False, stop_after=None) as crew:
+        assert crew._lock is not None
+        folder._unlock(crew._lock)
+        assert is_locked(run.path)
+        for held in crew.workers:
+            held.process.kill()
+        # Those who come after wait until the last of them has ended.
+        with run.locked(patience_s=60.0):
+            assert [held.process.wait() for held in crew.workers] == [-9, -9]
+    assert not is_locked(run.path)

@@ -3,8 +3,9 @@
 A checkpoint is written under a temporary name, flushed to disk and renamed to ``checkpoint/step-N``; only then are
 older ones removed. A row of metrics that could not be written whole is removed again.
 
-The process that owns a run, which starts its workers or is rank 0 of its group, locks the folder while it trains. The
-kernel unlocks it however that process ends, so that a killed run can be resumed at once.
+The process that owns a run, which starts its workers or is rank 0 of its group, locks the folder while it trains. Its
+workers hold the lock with it: they end a moment after an owner that is killed, and may be writing a checkpoint until
+then. The kernel unlocks the folder however these processes end, so that a killed run can be resumed at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,11 @@ CONTINUE = "free space or choose another folder, then continue with --resume: ea
 RECORD_KEYS = {"method", "plan", "world_size"}
 """Fields that every ``config.json`` of a run has had; files of other programs have the same name."""
 
+LOCK_PATIENCE_S = 3.0
+"""Seconds to wait for the workers of a killed run, which end with their launcher, before a folder counts as in use."""
+
+TICK_S = 0.02
+
 _locks: set[int] = set()
 """Descriptors of the folders that this process has locked."""
 
@@ -75,6 +82,20 @@ def _unlock(descriptor: int) -> None:
     if descriptor in _locks:
         _locks.remove(descriptor)
         os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, deadline_s: float) -> None:
+    """Lock an open folder; raises RunError if others hold it until the deadline, OSError if it cannot be locked."""
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                raise RunError(
+                    f"another process trains in {path}: wait for its end, or choose another folder"
+                ) from None
+        time.sleep(TICK_S)
 
 
 @contextlib.contextmanager
@@ -175,34 +196,38 @@ class RunFolder:
             raise UsageError(f"{path} does not look like a run folder; it is not overwritten")
         with contextlib.ExitStack() as locks:
             for part in (path, *(config.parent for config in path.glob("*/config.json"))):
-                locks.enter_context(cls(part).locked())
+                locks.enter_context(cls(part).locked(patience_s=LOCK_PATIENCE_S))
             shutil.rmtree(path)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, *, patience_s: float = 0.0) -> Iterator[int | None]:
         """Keep other processes from training in the folder, while the body trains in it.
 
         File systems without locks, as some network folders, are not locked.
+
+        Args:
+            patience_s: Seconds to wait while other processes hold the lock.
+
+        Yields:
+            The descriptor of the lock, or None if there is none. The folder stays locked until all processes that
+            inherit the descriptor have ended or closed it.
 
         Raises:
             RunError: another process trains in the folder.
         """
         if not CAN_LOCK:
-            yield
+            yield None
             return
+        held = None
         with contextlib.ExitStack() as stack:
             # A folder that cannot be opened fails where it is read or written.
             with contextlib.suppress(OSError):
                 descriptor = os.open(self.path, os.O_RDONLY)
                 _locks.add(descriptor)
                 stack.callback(_unlock, descriptor)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise RunError(
-                        f"another process trains in {self.path}: wait for its end, or choose another folder"
-                    ) from None
-            yield
+                _lock(descriptor, self.path, time.monotonic() + patience_s)
+                held = descriptor
+            yield held
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json``."""

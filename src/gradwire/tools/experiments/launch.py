@@ -29,7 +29,7 @@ import torch.distributed as dist
 from gradwire.errors import GradwireError
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import WorkerError
-from gradwire.tools.experiments.folder import RunFolder
+from gradwire.tools.experiments.folder import LOCK_PATIENCE_S, RunFolder
 from gradwire.tools.experiments.train import OnStep, Row
 from gradwire.tools.experiments.worker import ENVIRONMENT, Part
 from gradwire.tools.lab import INTERFACE, PORT, LabError, Network, open_network
@@ -90,18 +90,22 @@ class Crew:
         self.workers: list[Worker] = []
         self.notices: set[str] = set()
         self.network: Network | None = None
+        self._lock: int | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Crew:
-        """Build the emulated cluster, if any, and start the store and the workers.
+        """Lock the folder, build the emulated cluster, if any, and start the store and the workers.
 
         Raises:
+            RunError: another process trains in the folder.
             BackendError: no emulated cluster can be built here.
             LabError: the kernel refused it.
             WorkerError: a worker cannot be started.
         """
         topology = self.plan.topology()
         with contextlib.ExitStack() as stack:
+            patience_s = LOCK_PATIENCE_S if self.resume else 0.0
+            self._lock = stack.enter_context(RunFolder(self.folder).locked(patience_s=patience_s))
             if topology is None:
                 self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             else:
@@ -114,7 +118,7 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all workers, then remove the emulated cluster."""
+        """End all workers, remove the emulated cluster and unlock the folder."""
         self._open.close()
 
     def host(self, rank: int) -> int:
@@ -184,13 +188,20 @@ class Crew:
             return {ENVIRONMENT: part.to_json(), "GLOO_SOCKET_IFNAME": INTERFACE}
         return {**loopback(), **os.environ, ENVIRONMENT: part.to_json()}
 
+    def _kept(self, part: Part) -> tuple[int, ...]:
+        """Return the descriptors that a worker inherits. One that outlives this process keeps the folder locked."""
+        return (part.pipe,) if self._lock is None else (part.pipe, self._lock)
+
     def _fork(self, parts: Sequence[Part], logs: Sequence[IO[bytes]]) -> list[ForkedProcess]:
         def namespace(rank: int) -> str | None:
             return None if self.network is None else self.network.namespace_path(self.host(rank))
 
         children = [
             Child(
-                variables=self._variables(part), output=log.fileno(), keeps=(part.pipe,), namespace=namespace(part.rank)
+                variables=self._variables(part),
+                output=log.fileno(),
+                keeps=self._kept(part),
+                namespace=namespace(part.rank),
             )
             for part, log in zip(parts, logs)
         ]
@@ -205,7 +216,7 @@ class Crew:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(part.pipe,),
+                pass_fds=self._kept(part),
                 start_new_session=True,
             )
             for part, log in zip(parts, logs)
@@ -332,7 +343,7 @@ def run_workers(
             second interruption, to write a checkpoint.
     """
     crew = Crew(plan, folder, resume=resume, stop_after=stop_after)
-    with RunFolder(folder).locked(), termination_unwinds(), crew:
+    with termination_unwinds(), crew:
         try:
             try:
                 crew.watch(on_row, on_notice, on_step)
