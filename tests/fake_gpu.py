@@ -145,7 +145,8 @@ class FakeGPU(Device):
         self._pending: list[Callable[[], None]] = []
         self._done = 0
         # Storages written by one stream that the other has not waited for.
-        self._fresh: dict[str, set[int]] = {"main": set(), "link": set()}
+        # The storages are kept, so that no new tensor gets the address of one. A GPU's allocator sees to that, too.
+        self._fresh: dict[str, dict[int, torch.UntypedStorage]] = {"main": {}, "link": {}}
 
     # ------------------------------------------------------------------ what a link asks of a device
 
@@ -314,7 +315,8 @@ class FakeGPU(Device):
                 if t.untyped_storage().data_ptr() in self._fresh[other] and t.numel():
                     raise DeviceError(f"the stream {stream!r} works with what {other!r} wrote, without waiting for it")
             for t in written:
-                self._fresh[stream].add(t.untyped_storage().data_ptr())
+                storage = t.untyped_storage()
+                self._fresh[stream][storage.data_ptr()] = storage
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
