@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.lib.page_parts import ms, provenance, where
@@ -84,23 +85,47 @@ def long_links_section() -> list[str]:
     rows = rows_of("speed/step_long_links")
     if not rows:
         return []
+    exchanges = list(dict.fromkeys(row["variant"] for row in rows))
+    controls = ", ".join(dict.fromkeys(row["tcp_congestion_control"] for row in rows))
+    limited = [
+        f"{row['model']} on {row['hosts']} hosts, {link_of(row['lab'])}, {row['variant']}: {row['relay_limits']}"
+        for row in rows
+        if row["relay_limits"]
+    ]
     lines = [
         "## Steps on long links",
         "",
-        "`gradwire bench step --delay ... --loss ...` measured a few cells, in milliseconds. The floor includes bytes and computing, but no delay. In each turn of an"
-        " exchange, up to three steps at the beginning are not counted, since TCP starts slowly after the turns of the others."
-        f" *Segments again* are the segments that TCP sent a second time, per host and step. {provenance(rows[0])}.",
+        f"`python benchmarks/speed/long_links.py` measured {len(_cells(rows))} cells, each by one `gradwire bench step --delay ... --loss ...` whose exchanges take turns."
+        " The table shows milliseconds per step: the median, and in brackets the percentiles 20 and 80. Delays are one way. In each turn of an"
+        " exchange, up to three steps at the beginning are not counted, since TCP starts slowly after the turns of the others. `compute` exchanges nothing."
+        f" The exchange that takes the least time is in bold. TCP's congestion control: {controls}. `benchmarks/results/speed/step_long_links.jsonl` has the"
+        f" rows with floors, bytes and the segments that TCP sent again. {provenance(rows[0])}.",
         "",
-        "| model | hosts | link | congestion control | exchange | step | 20 % - 80 % | of floor | sent, MB | segments again | relay |",
-        "|---|---:|---|---|---|---:|---:|---:|---:|---:|---|",
+        f"| model | hosts | link | {' | '.join(exchanges)} |",
+        f"|---|---:|---|{'---:|' * len(exchanges)}",
     ]
+    for (model, hosts, lab), cell in _cells(rows).items():
+        fastest = min((row for name, row in cell.items() if name != "compute"), key=lambda row: row["step_time_s"])
+        shown = [_step(cell.get(name), cell.get(name) is fastest) for name in exchanges]
+        lines.append(f"| {model} | {hosts} | {link_of(lab)} | {' | '.join(shown)} |")
+    limits = f"Steps in which the relay was a limit: {'. '.join(limited) if limited else 'none'}."
+    return [*lines, "", limits, "", *_predicted()]
+
+
+def _cells(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, str], dict[str, dict[str, Any]]]:
+    """Return the rows of each cell by their exchange."""
+    found: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        lines.append(
-            f"| {row['model']} | {row['hosts']} | {link_of(row['lab'])} | {row['tcp_congestion_control']} | {row['variant']} | {ms(row['step_time_s'])}"
-            f" | {ms(row['percentile_20_s'])} - {ms(row['percentile_80_s'])} | {row['ratio_to_floor']:.2f}"
-            f" | {(row['sent_bytes_per_step'] or 0) / 1e6:.2f} | {row['segments_again_per_step']:.1f} | {row['relay_limits'] or 'no limit'} |"
-        )
-    return [*lines, "", *_predicted()]
+        found.setdefault((row["model"], row["hosts"], row["lab"]), {})[row["variant"]] = row
+    return found
+
+
+def _step(row: dict[str, Any] | None, bold: bool) -> str:
+    """Write a step's time with its range."""
+    if row is None:
+        return "-"
+    time = f"**{ms(row['step_time_s'])}**" if bold else ms(row["step_time_s"])
+    return f"{time} ({ms(row['percentile_20_s'])} - {ms(row['percentile_80_s'])})"
 
 
 def _predicted() -> list[str]:
@@ -109,19 +134,30 @@ def _predicted() -> list[str]:
     if found is None:
         return []
     told = found["summary"]
+    judged = [row for row in found["rows"] if row["role"] == "judged"]
+    exchanges = list(dict.fromkeys(row["variant"] for row in judged))
     lines = [
         "`python benchmarks/speed/predictions.py --rows benchmarks/results/speed/step_long_links.jsonl` calibrates the model on every"
         f" third cell and judges it on the others: its predictions of {told['judged_steps']} steps are off by {100 * told['median_absolute_error']:.0f} % in the"
         f" median, {100 * told['percentile_90_absolute_error']:.0f} % at the 90th percentile, and {100 * told['worst_absolute_error']:.0f} % at"
-        " most.",
+        f" most. {_advised(told)} The table shows the predicted step, in milliseconds, and its error.",
         "",
-        "| model | link | exchange | measured | predicted | off by |",
-        "|---|---|---|---:|---:|---:|",
+        f"| model | hosts | link | {' | '.join(exchanges)} |",
+        f"|---|---:|---|{'---:|' * len(exchanges)}",
     ]
-    for row in found["rows"]:
-        if row["role"] == "judged":
-            lines.append(
-                f"| {row['model']} | {link_of(row['lab'])} | {row['variant']} | {ms(row['measured_s'])} | {ms(row['predicted_s'])}"
-                f" | {100 * row['relative_error']:+.0f} % |"
-            )
+    for (model, hosts, lab), cell in _cells(judged).items():
+        shown = [
+            f"{ms(cell[name]['predicted_s'])} ({100 * cell[name]['relative_error']:+.0f} %)" if name in cell else "-"
+            for name in exchanges
+        ]
+        lines.append(f"| {model} | {hosts} | {link_of(lab)} | {' | '.join(shown)} |")
     return [*lines, "", "![Predicted beside measured steps on long links](figures/predicted_long_links.png)", ""]
+
+
+def _advised(told: dict[str, Any]) -> str:
+    """Say in how many clear cells the advice was right."""
+    parts = [
+        f"against {against} in {told[f'well_advised_against_{against}']} of {told[f'clear_cells_against_{against}']}"
+        for against in ("DDP fp32", "the best cast")
+    ]
+    return f"Its advice on TernGrad is right {' and '.join(parts)} cells that differ by more than 5 %."
