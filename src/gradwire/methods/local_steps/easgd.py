@@ -17,7 +17,7 @@ from gradwire.methods.local_steps.local_sgd import LocalStepsMethod
 
 @dataclass(frozen=True, kw_only=True)
 class EASGD(LocalStepsMethod):
-    r"""EASGD: elastic averaging every ``every`` steps; with Nesterov momentum in the optimizer, EAMSGD.
+    r"""EASGD: elastic averaging every ``every`` steps.
 
     With x the centre, the same on all workers, and x_i worker i's parameters::
 
@@ -28,6 +28,10 @@ class EASGD(LocalStepsMethod):
     own uncompressed difference.
 
     The centre moves by N alpha of the mean difference, which must be at most 1, or it overshoots.
+
+    With Nesterov momentum in the optimizer it is EAMSGD except for the place of the elastic term: the paper takes x_i
+    before a step, this method takes it after the step, and ``torch.optim.SGD`` keeps x_i at the point where the next
+    gradient is computed. The two become the same as steps become small.
 
     Args:
         inner: Method that exchanges the differences.
