@@ -25,6 +25,7 @@ import argparse
 import importlib
 import math
 import re
+import site
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -160,7 +161,8 @@ def main() -> int:
     parser.add_argument("--gradient-compression", type=Path, required=True, help="checkout of that repository")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    sys.path[:0] = [str(chosen.grace), str(chosen.gradient_compression)]
+    for folder in (chosen.grace, chosen.gradient_compression):
+        site.addsitedir(str(folder))
     sys.modules["cupy"] = cupy_stand_in()
     compressors = importlib.import_module("compressors")
     found: Row = {
