@@ -13,8 +13,8 @@ ROUNDS ?= 10
 NAME ?=
 
 # Runners of tests. One takes files that compute, the others take files that wait for processes, exchanges and clocks
-# (tests/scheduling.py), so that two cores are busy all along.
-RUNNERS ?= 3
+# (tests/scheduling.py). Many of these start up to four processes themselves, so that two runners keep two cores busy.
+RUNNERS ?= 2
 # Parts of names or files of the faults that "make mutants" tries; by default all.
 ONLY ?=
 
