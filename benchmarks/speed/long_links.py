@@ -71,7 +71,7 @@ def main() -> int:
     """Measure the cells whose rows are not in the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "speed/step_long_links.jsonl")
-    parser.add_argument("--cell-budget", type=float, default=60.0, help="seconds for all exchanges of a cell")
+    parser.add_argument("--cell-budget", type=float, default=30.0, help="seconds for all exchanges of a cell")
     parser.add_argument("--first", type=int, default=len(CELLS), help="measure the first cells only")
     arguments = parser.parse_args()
     failed = 0
