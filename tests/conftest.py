@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Helpers beside this file (ranks, cases, oracle) are imported by name, in pytest's own process and in the ranks'.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,16 +74,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         compiling = [subprocess.Popen([sys.executable, "-c", WARM_UP, half]) for half in "01"]
         for process in compiling:
             process.wait()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let runners take files that compute and files that wait side by side."""
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from scheduling import SideBySide
-
-    return SideBySide(config, log)
 
 
 @pytest.fixture(autouse=True)
