@@ -140,7 +140,8 @@ def _predicted() -> list[str]:
         "`python benchmarks/speed/predictions.py --rows benchmarks/results/speed/step_long_links.jsonl` calibrates the model on every"
         f" third cell and judges it on the others: its predictions of {told['judged_steps']} steps are off by {100 * told['median_absolute_error']:.0f} % in the"
         f" median, {100 * told['percentile_90_absolute_error']:.0f} % at the 90th percentile, and {100 * told['worst_absolute_error']:.0f} % at"
-        f" most. {_advised(told)} The table shows the predicted step, in milliseconds, and its error.",
+        f" most. {_advised(told)} Where frames are lost, the model assumes CUBIC, which slows down with each loss; under BBR such steps take far less time than"
+        " predicted. The table shows the predicted step, in milliseconds, and its error.",
         "",
         f"| model | hosts | link | {' | '.join(exchanges)} |",
         f"|---|---:|---|{'---:|' * len(exchanges)}",
