@@ -42,6 +42,12 @@ def test_rows_of_ranks_that_computed_and_that_slept_are_kept_apart(
     assert [compute_of(r) for r in (real, asleep)] == ["real", "sleep"]
 
 
+@pytest.mark.parametrize("times", [[0.3], [0.2, 0.3], [0.3, 0.1, 0.2], [0.1, 0.2, 0.2, 0.9]])
+def test_percentiles_of_few_steps_lie_among_them(times: list[float]) -> None:
+    low, high = step.percentiles_20_80(times)
+    assert min(times) <= low <= high <= max(times)
+
+
 def test_an_unknown_kind_of_computing_is_refused() -> None:
     with pytest.raises(UsageError, match="one of real, sleep, cuda"):
         StepGrid(models=["lenet"], topologies=[TWO], compute="asleep")
