@@ -4,6 +4,10 @@ serve CONNECTIONS         take what comes over connections; print bytes and time
 send ADDRESS CONNECTIONS  send over connections without end
 answer                    answer datagrams
 ping ADDRESS COUNT        print the seconds of each answer; lost ones are left out
+confirm SIZE              take messages of SIZE bytes over one connection, and answer each with a byte
+message ADDRESS SIZE SECONDS PAUSE
+                          send messages of SIZE bytes one after the other, with a pause of so many seconds after each
+                          answer; print the seconds from the first byte of each to its answer
 """
 
 from __future__ import annotations
@@ -72,6 +76,36 @@ def ping(address: str, count: int) -> None:
                 print(time.perf_counter() - began)
 
 
+def confirm(size: int) -> None:
+    """Take messages of ``size`` bytes over one connection, and answer each with a byte."""
+    with socket.create_server(("", PORT)) as server:
+        print("ready", flush=True)
+        connection = server.accept()[0]
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        buffer, taken = bytearray(1 << 18), 0
+        while count := connection.recv_into(buffer):
+            taken += count
+            if taken >= size:
+                taken -= size
+                connection.send(b".")
+
+
+def message(address: str, size: int, seconds: float, pause_s: float) -> None:
+    """Send messages for so many seconds, at least eight, and print how long each took until its answer."""
+    content = bytes(size)
+    with socket.create_connection((address, PORT)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        until, number = time.perf_counter() + seconds, 0
+        while number < 8 or time.perf_counter() < until:
+            began = time.perf_counter()
+            connection.sendall(content)
+            if not connection.recv(1):
+                return
+            print(time.perf_counter() - began, flush=True)
+            time.sleep(pause_s)
+            number += 1
+
+
 def main() -> None:
     """Play the role that the words name."""
     role, *words = sys.argv[1:]
@@ -81,6 +115,10 @@ def main() -> None:
         send(words[0], int(words[1]))
     elif role == "answer":
         answer()
+    elif role == "confirm":
+        confirm(int(words[0]))
+    elif role == "message":
+        message(words[0], int(words[1]), float(words[2]), float(words[3]))
     else:
         ping(words[0], int(words[1]))
 

@@ -4,7 +4,8 @@
 
 Three models, 2, 4 and 8 hosts, 10 Mbit/s to 1 Gbit/s, 1, 20 and 80 ms one way, and 0, 0.1 and 1 % of the frames lost:
 all combinations would take eight hours, so :data:`CELLS` is a part in which each of these values meets most of the
-others. Cells whose step in float32 takes longer than ten seconds are left out. Each cell is one ``gradwire bench
+others. Cells whose step in float32 takes longer than ten seconds are left out. :data:`CUBIC` are cells of it under
+CUBIC, Linux's usual congestion control, where this machine's is another one. Each cell is one ``gradwire bench
 step``, whose exchanges take turns, so that they can be compared with each other. Rows that are in the file are not
 measured again: remove it to measure all on one day. Writes ``benchmarks/results/speed/step_long_links.jsonl``.
 """
@@ -15,6 +16,7 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -44,6 +46,9 @@ CELLS = (
     ("lenet", 8, "10mbit", "1ms", ""),
     ("transformer", 2, "100mbit", "20ms", "1%"),
 )
+CUBIC = tuple((*CELLS[number], "cubic") for number in (0, 1, 3, 9, 10, 15))
+"""The cells that goals are set for, and those that lose frames."""
+
 VARIANTS = (
     "compute",
     "ddp fp32",
@@ -56,11 +61,12 @@ VARIANTS = (
 )
 
 
-def command(cell: tuple[str, int, str, str, str], seconds: float, out: Path) -> list[str]:
+def command(cell: tuple[Any, ...], seconds: float, out: Path) -> list[str]:
     """Return the command that measures a cell for about so many seconds."""
-    model, hosts, rate, delay, loss = cell
+    model, hosts, rate, delay, loss, *congestion = cell
     words = [sys.executable, "-m", "gradwire.tools.cli.main", "bench", "step", "--model", model, "--hosts", str(hosts)]
     words += ["--bandwidth", rate, "--delay", delay, *(["--loss", loss] if loss else [])]
+    words += ["--congestion", *congestion] if congestion else []
     words += ["--cell-budget", str(seconds), "--out", str(out)]
     for variant in VARIANTS:
         words += ["--variant", variant]
@@ -72,10 +78,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "speed/step_long_links.jsonl")
     parser.add_argument("--cell-budget", type=float, default=30.0, help="seconds for all exchanges of a cell")
-    parser.add_argument("--first", type=int, default=len(CELLS), help="measure the first cells only")
+    parser.add_argument("--first", type=int, default=None, help="measure the first cells only")
     arguments = parser.parse_args()
     failed = 0
-    for cell in CELLS[: arguments.first]:
+    for cell in (*CELLS, *CUBIC)[: arguments.first]:
         print(*cell, flush=True)
         failed += bool(subprocess.run(command(cell, arguments.cell_budget, arguments.out), check=False).returncode)
     if failed:

@@ -29,7 +29,7 @@
     ["cores", "CPU cores of a machine, if workers compute on them (empty: on GPUs)", "", 1, 1024],
     ["bandwidth", "Bandwidth between machines, Mbit/s (empty: no limit)", 1000, 0.008, 600000],
     ["latency", "Delay between machines, one way, ms (0: same room)", 0, 0, 10000],
-    ["loss", "Packets lost between machines, %", 0, 0, 50],
+    ["loss", "Packets lost between machines, % (TCP with CUBIC)", 0, 0, 50],
   ];
   const WHOLE = ["micro", "hosts", "ranks", "cores"];
   const MAY_BE_EMPTY = ["cores", "bandwidth"];
@@ -157,7 +157,7 @@
       const cores = value.cores === null ? "" : ` --cores ${value.cores}`;
       command.textContent =
         `gradwire plan --profile model.json --hosts ${value.hosts} --gpus-per-host ${value.ranks}${cores}` +
-        ` --bandwidth ${rate} --delay ${value.latency}ms --loss ${value.loss}%`;
+        ` --bandwidth ${rate} --delay ${value.latency}ms --loss ${value.loss}% --congestion cubic`;
       const asked = new URLSearchParams(FIELDS.map(([name]) => [name, inputs[name].value]));
       history.replaceState(null, "", `#${asked}`);
     } catch (error) {

@@ -215,11 +215,13 @@ const GradwireModel = (() => {
     return (TCP_SEGMENT * Math.max(reno, cubic)) / (2 * delayS);
   }
 
-  /** See LinkModel.resending_s in gradwire/model/machine.py. */
-  function resendingS(link, messages, turns) {
-    if (!link.loss || !turns) return 0;
+  /** See LinkModel.resending_s in gradwire/model/machine.py; TCP is taken for CUBIC. */
+  function resendingS(link, messages, turns, sentBytes) {
+    if (!link.loss || !turns || !messages) return 0;
     const lost = -Math.expm1((messages / turns) * Math.log1p(-link.loss));
-    return turns * lost * (2 * link.latencyS + LEAST_TIMEOUT);
+    const [roundTrip, packets] = [2 * link.latencyS, sentBytes / messages / TCP_SEGMENT];
+    const timeout = roundTrip + LEAST_TIMEOUT;
+    return turns * lost * (packets > 1 ? Math.min(timeout, 2 * roundTrip) : timeout);
   }
 
   /** The step of one worker: see step_time in gradwire/model/schedule.py. */
@@ -242,7 +244,7 @@ const GradwireModel = (() => {
         const travelS = stage.delays * link.latencyS;
         // A ring asks for each message in its turn; other messages have been asked for before.
         const [turns, each] = ring ? [Math.floor(stage.delays / 2), 2] : [stage.delays, 1];
-        const resent = resendingS(link, each * stage.messages * workers, turns);
+        const resent = resendingS(link, each * stage.messages * workers, turns, sent * workers);
         const bytes = link.bytesPerS || rate < Infinity ? sent / efficiency : 0;
         // Of a ring's two segments under way, one's bytes are sent while the other's travel.
         const heldBytes = ring && travelS ? bytes / 2 : 0;

@@ -89,6 +89,28 @@ def test_a_step_waits_for_its_delays_and_for_lost_packets(calibration: Path, sma
     assert " 12 " in next(line for line in shown.splitlines() if " bf16 " in line)
 
 
+def test_losses_slow_cubic_down_and_bbr_hardly(
+    calibration: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["plan", "--profile", small_model, "--hosts", 4, "--bandwidth", "1gbit", "--method", "bf16"]
+    words += ["--calibration", calibration, "--delay", "20ms", "--loss", "1%", "--json"]
+
+    def asked(*more: str) -> tuple[str, float, str]:
+        result = call(*words, *more)
+        (row,) = [row for row in json.loads(result.stdout) if row["method"] == "ddp fp32"]
+        return row["congestion"], row["step_s"], result.stderr
+
+    cubic, bbr = asked("--congestion", "cubic"), asked("--congestion", "bbr")
+    assert (cubic[0], bbr[0]) == ("cubic", "bbr")
+    assert cubic[1] > 2 * bbr[1]
+    assert "congestion" not in cubic[2] + bbr[2]
+    for here, known in (("bbr", bbr), (None, cubic)):
+        monkeypatch.setattr("gradwire.tools.cli.plan_command.congestion_here", lambda here=here: here)
+        name, step_s, said = asked()
+        assert (name, step_s) == (known[0], pytest.approx(known[1], rel=0.2))
+        assert ("taken for bbr" in said) == (here == "bbr")
+
+
 def test_workers_of_one_host_wait_for_no_link_unless_it_was_measured_among_them(
     calibration: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

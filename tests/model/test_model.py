@@ -184,6 +184,18 @@ def test_calibration_finds_a_machine_that_explains_the_steps() -> None:
     assert (fitted.most_workers, fitted.slowest_bytes_per_s, fitted.fastest_bytes_per_s) == (8, 12.5e6, 12.5e6)
 
 
+def test_what_the_model_does_not_know_is_not_laid_to_a_number_that_steps_hardly_depend_on() -> None:
+    def few_bytes(one: Observation) -> bool:
+        stage = one.exchange.buckets[0].chunks[0][0]
+        return one.link.bandwidth_bytes_per_s is not None and (stage.kind != "ring" and stage.sent_bytes < 1e4)
+
+    # Small messages of a crowd take a tenth longer over the network, which is not the link's efficiency.
+    measured = [o for o in observations(DEFAULT) if o.link.bandwidth_bytes_per_s is None or few_bytes(o)]
+    measured = [dataclasses.replace(o, step_s=1.1 * o.step_s) if few_bytes(o) else o for o in measured]
+    fitted = calibrate(measured, "made up")
+    assert fitted.crowd_efficiency == pytest.approx(DEFAULT.crowd_efficiency, rel=0.05)
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(gw.HyperparameterError, match="cannot fix"):
         calibrate(observations(DEFAULT)[: len(BOUNDS)], "few")

@@ -88,6 +88,19 @@ def test_a_lab_has_its_latency_and_loopback_none(no_kernels: object) -> None:
     assert case.observation.link == LinkModel()
 
 
+def test_a_row_tells_its_congestion_control_and_where_frames_are_lost_its_mean(no_kernels: object) -> None:
+    rows = [row("lenet", 2, 1e9, variant, 0.1) for variant in VARIANTS[:2]]
+    for lab, expected_s in (("delay=5ms", 0.1), ("delay=5ms,loss=1%", 0.15)):
+        for one in rows:
+            one |= {"lab": f"hosts=2,bandwidth=1gbit,{lab}", "tcp_congestion_control": "bbr", "mean_step_time_s": 0.15}
+        (case,) = predict.cases_of(rows)
+        assert case.observation.link.congestion == "bbr"
+        assert case.observation.step_s == expected_s
+    # Rows from before there was a mean.
+    old = [{key: value for key, value in one.items() if key != "mean_step_time_s"} for one in rows]
+    assert [case.observation.step_s for case in predict.cases_of(old)] == [0.1]
+
+
 def test_rows_of_links_that_differ_or_fail_are_left_out_and_named_once(
     no_kernels: list[tuple[Any, ...]], tmp_path: Path
 ) -> None:

@@ -121,10 +121,49 @@ def test_a_lossy_connection_is_slow_and_a_crowd_of_them_is_faster() -> None:
         exchange = ExchangeProfile("x", 4, (bucket,))
         return step_time(timeline(2.0), exchange, machine=FREE, link=link, load=ALONE).step_s - 3.5
 
-    # Resending: one of 3 * 4 messages in one turn.
-    lost_s = (1 - 0.99**12) * 0.24
+    # Resending: the end of one of 3 * 4 messages in one turn, which a probe after two round trips tells.
+    lost_s = (1 - 0.99**12) * 0.08
     assert taken("pairs", 1) == pytest.approx(3.0 + 0.02 + lost_s, rel=1e-6)
     assert taken("all_to_all", 1) == pytest.approx(1.0 + 0.02 + lost_s, rel=1e-6)
+
+
+def test_a_lost_message_of_one_packet_waits_for_the_whole_timeout() -> None:
+    link = LinkModel(latency_s=0.02, loss=0.01)
+    assert link.resending_s(4, 2, 4 * 1000) == pytest.approx(2 * (1 - 0.99**2) * 0.24)
+    assert link.resending_s(4, 2, 4 * 2000) == pytest.approx(2 * (1 - 0.99**2) * 0.08)
+    far = dataclasses.replace(link, latency_s=0.2)
+    assert far.resending_s(4, 2, 4 * 2000) == pytest.approx(2 * (1 - 0.99**2) * 0.6)
+    assert LinkModel(latency_s=0.02).resending_s(4, 2, 4 * 2000) == 0.0
+
+
+@pytest.mark.parametrize("name", ["bbr", "bbr3"])
+def test_losses_cost_bbr_a_round_trip_at_the_end_of_a_message_and_no_throughput(name: str) -> None:
+    link = LinkModel(bandwidth_bytes_per_s=1e6, latency_s=0.02, loss=0.01, congestion=name)
+    assert link.connection_bytes_per_s == math.inf
+    ends_s = 2 * (1 - 0.99**2) * 0.08
+    assert link.resending_s(4, 2, 4 * 14480) == pytest.approx(ends_s + 2 * (1 - 0.99**20) * 0.04)
+    # A lost packet that more than a round trip of bytes follows is there again before they are.
+    held = 0.04 * 1e6 / 1448
+    assert link.resending_s(4, 2, 4e9) == pytest.approx(ends_s + 2 * (1 - 0.99 ** (2 * held)) * 0.04)
+
+
+def test_bbr_spreads_a_message_over_half_a_round_trip() -> None:
+    link = LinkModel(bandwidth_bytes_per_s=1e9, latency_s=0.05, congestion="bbr")
+    assert [link.pacing_s(count) for count in (0, 1448)] == [0.0, 0.0]
+    assert link.pacing_s(14480) == pytest.approx(0.46 * 0.1 * 0.9)
+    assert dataclasses.replace(link, congestion="cubic").pacing_s(14480) == 0.0
+
+    def taken(kind: str, sent: int, bytes_per_s: float | None = 1e9) -> float:
+        at = dataclasses.replace(link, bandwidth_bytes_per_s=bytes_per_s)
+        stage = Stage(0.0, kind, sent, 1, 3, delays=2)
+        exchange = ExchangeProfile("x", 4, (BucketJobs((), ((stage, Stage(0.0)),), asynchronous=False),))
+        return step_time(timeline(2.0), exchange, machine=FREE, link=at, load=ALONE).step_s - 3.5
+
+    for rate in (1e9, None):
+        assert taken("all_to_all", 3 * 14480, rate) == pytest.approx(0.1 + 2 * 0.0414)
+    # Bytes that take longer are not slowed down; a ring never rests.
+    assert taken("all_to_all", 3 * 10**9) == pytest.approx(0.1 + 3.0)
+    assert taken("ring", 3 * 14480) < 0.11
 
 
 def test_cubic_is_faster_than_reno_over_long_ways_with_rare_losses() -> None:

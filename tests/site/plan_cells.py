@@ -138,7 +138,7 @@ def cells(folder: Path, profile_of: Any) -> list[Cell]:
         profile.write_text(json.dumps(asked))
         words: list[Any] = ["plan", "--profile", profile, "--calibration", calibration, "--gpus-per-host", ranks]
         words += [] if cores is None else ["--cores", cores]
-        words += ["--delay", f"{delay_ms}ms", "--loss", f"{lost}%"]
+        words += ["--delay", f"{delay_ms}ms", "--loss", f"{lost}%", "--congestion", "cubic"]
         words += [w for count in hosts for w in ("--hosts", count)]
         words += [w for rate in bandwidths for w in ("--bandwidth", rate)]
         words += [w for known in DATA["methods"][1:] for w in ("--method", known["spec"])]

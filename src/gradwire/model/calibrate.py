@@ -55,8 +55,11 @@ SCALE = 0.1
 LINKS = ("ring_efficiency", "crowd_efficiency")
 """Numbers that only steps over limited network links can determine."""
 
-PRIOR = 0.1
-"""Weight of log(cost / starting cost) beside log(measured / predicted), if there are fewer steps than costs."""
+PRIOR, PRIOR_OF_LINKS = 0.1, 0.5
+"""Weights of log(number / start) beside log(measured / predicted): :data:`SCALE` over what the logarithm may be off.
+
+Costs are known to a factor of e before anything is measured, efficiencies of links to a fifth.
+"""
 
 
 class _OutOfTime(Exception):
@@ -75,7 +78,9 @@ def calibrate(
     """Fit the costs to measured steps.
 
     The fit minimises log(measured / predicted) under a soft-L1 loss, so that one disturbed cell does not distort it,
-    over the logarithms of the numbers in :data:`BOUNDS`.
+    over the logarithms of the numbers in :data:`BOUNDS`. Each number is drawn weakly towards its start, by a residual
+    of a weight times log(number / start): without it, a number on which the steps hardly depend makes up for what the
+    model does not know of them, and is wrong for others.
 
     The residual of the result is that of steps which were not fitted. With n steps and k numbers it is estimated by the
     root mean square of the errors times sqrt(n / (n - k)). With no more steps than numbers the errors tell nothing of
@@ -86,8 +91,7 @@ def calibrate(
         source: Description of their source.
         start: Costs with which the fit begins.
         fit_links: Also fit the efficiencies of network links.
-        few: Accept any number of steps but 0. If there are no more steps than numbers, each number is drawn towards its
-            start, by a residual of ``PRIOR`` log(number / start).
+        few: Accept any number of steps but 0.
         stop: Returns whether to end the fit early, with the best costs so far.
 
     Raises:
@@ -103,7 +107,7 @@ def calibrate(
     names = [n for n in BOUNDS if fit_links or n not in LINKS]
     low, high = (np.log([BOUNDS[n][i] for n in names]) for i in (0, 1))
     first = np.clip(np.log([getattr(start, n) for n in names]), low + 1e-6, high - 1e-6)
-    drawn = PRIOR if few and len(observations) <= len(names) else 0.0
+    drawn = [PRIOR_OF_LINKS if n in LINKS else PRIOR for n in names]
     best = (math.inf, first)
 
     def machine(x: np.ndarray) -> Machine:
@@ -115,8 +119,7 @@ def calibrate(
         if math.isfinite(best[0]) and stop():
             raise _OutOfTime
         found = [log_error(o, machine(x)) for o in observations]
-        if drawn:
-            found += [drawn * float(off) for off in x - first]
+        found += [weight * float(off) for weight, off in zip(drawn, x - first)]
         # The soft-L1 loss at the scale below, as the solver sums it.
         cost = sum(2 * SCALE**2 * (math.sqrt(1 + (e / SCALE) ** 2) - 1) for e in found)
         if cost < best[0]:

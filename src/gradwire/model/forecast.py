@@ -239,6 +239,7 @@ def forecast(
         latency_s=setting.link.latency_s,
         ranks_per_host=setting.ranks_per_host,
         loss=setting.link.loss,
+        congestion=setting.link.congestion,
     )
     # No message between workers leaves a single host. A server is on a host of its own.
     near = replace(link, latency_s=0.0, loss=0.0) if setting.hosts == 1 and not setting.measured else link

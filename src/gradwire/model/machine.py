@@ -20,10 +20,17 @@ SEGMENT_BYTES = 1448
 """Payload of a full TCP segment on Ethernet, with timestamps."""
 
 LEAST_TIMEOUT_S = 0.2
-"""Least time beyond the round trip after which Linux sends an unacknowledged segment again."""
+"""Least time beyond the round trip after which Linux sends an unacknowledged segment again without a probe."""
 
 
-def connection_rate(delay_s: float, loss: float) -> float:
+CUBIC, BBR = "cubic", "bbr"
+"""Congestion controls that the model tells apart; see :func:`connection_rate`."""
+
+PACED = 0.46
+"""Share of a round trip over which BBR spreads a message; see :meth:`LinkModel.pacing_s`."""
+
+
+def connection_rate(delay_s: float, loss: float, congestion: str = CUBIC) -> float:
     """Return the bytes a second of one long TCP connection whose segments are lost at random; infinite without losses.
 
     The mean window of Reno and of Cubic in segments, with the round-trip time R = 2 ``delay_s`` in seconds and the
@@ -32,16 +39,26 @@ def connection_rate(delay_s: float, loss: float) -> float:
         W_reno  = sqrt(3 / 2) / sqrt(p)
         W_cubic = (C (3 + b) / (4 (1 - b)))^(1/4) (R / p)^(3/4)    with b = 0.7, C = 0.4
 
-    Linux uses Cubic, which sends at least as fast as Reno would, so that the rate is 1448 max(W_reno, W_cubic) / R.
+    Linux uses Cubic unless it is told otherwise. It sends at least as fast as Reno would, so that the rate is
+    1448 max(W_reno, W_cubic) / R. BBR sends at the rate that it has measured, whatever is lost up to a fifth, so that
+    nothing but the network link limits it: the rate is infinite.
+
+    Args:
+        delay_s: Delay in one direction.
+        loss: Share of the segments that are lost.
+        congestion: Congestion control; any name but those that begin with "bbr" is taken for Cubic.
 
     Sources: Mathis, Semke, Mahdavi, Ott, "The macroscopic behavior of the TCP congestion avoidance algorithm", CCR
-    1997; RFC 9438, "CUBIC for fast and long-distance networks", 2023, section 5.1.
+    1997; RFC 9438, "CUBIC for fast and long-distance networks", 2023, section 5.1; Cardwell, Cheng, Gunn, Yeganeh,
+    Jacobson, "BBR: congestion-based congestion control", ACM Queue 2016, figure 8.
 
     Example:
         >>> round(connection_rate(delay_s=0.02, loss=0.001) * 8e-6, 1)
         11.2
+        >>> connection_rate(delay_s=0.02, loss=0.001, congestion="bbr")
+        inf
     """
-    if not loss or not delay_s:
+    if not loss or not delay_s or congestion.startswith(BBR):
         return math.inf
     round_trip_s = 2 * delay_s
     reno = math.sqrt(1.5 / loss)
@@ -58,6 +75,7 @@ class LinkModel:
         latency_s: Delay of a message in one direction.
         ranks_per_host: Ranks that share the link; messages between them do not use it.
         loss: Share of the packets that are lost, at random.
+        congestion: TCP's congestion control, such as "cubic" or "bbr"; it matters where packets are lost.
 
     Raises:
         HyperparameterError: the bandwidth is not above 0.
@@ -67,31 +85,72 @@ class LinkModel:
     latency_s: float = 0.0
     ranks_per_host: int = 1
     loss: float = 0.0
+    congestion: str = CUBIC
 
     def __post_init__(self) -> None:
         rate = self.bandwidth_bytes_per_s
         if rate is not None and not rate > 0:
             raise HyperparameterError(f"LinkModel: bandwidth_bytes_per_s is above 0 or None for no limit, not {rate!r}")
 
-    def resending_s(self, messages: int, turns: int) -> float:
-        """Return the expected time that some messages wait because their last packet was lost.
+    @property
+    def connection_bytes_per_s(self) -> float:
+        """Return :func:`connection_rate` of this link."""
+        return connection_rate(self.latency_s, self.loss, self.congestion)
 
-        No later packet tells the receiver of such a loss, so that the sender waits for its timeout, in Linux a round
-        trip and 0.2 s; losses within a message are part of :func:`connection_rate`. If m messages go in t turns, each
-        of which waits for all messages of the turn before, p is the loss and R the round-trip time, it is::
+    def resending_s(self, messages: int, turns: int, sent_bytes: float = 0.0) -> float:
+        """Return the expected time that some messages wait for packets that are sent again.
 
-            t (1 - (1 - p)^(m / t)) (R + 0.2 s)
+        No later packet tells the receiver that the last one of a message was lost, so that the sender waits for its
+        timeout: with R the round-trip time, Linux's least one is R + 0.2 s, and 2 R if the message had several packets,
+        since then a probe follows. If m messages go in t turns, each of which waits for all messages of the turn
+        before, and p is the loss, it is::
 
-        The timeout is that of RFC 6298, with Linux's least value of its second summand.
+            t (1 - (1 - p)^(m / t)) min(R + 0.2 s, 2 R)
+
+        Packets that are lost within a message make Cubic slower, which is part of :func:`connection_rate`. BBR goes on
+        at its rate and sends them again, which takes longer than the message only if one of those that were on their
+        way at its end was lost. With n the packets of a message, but at most those that the link holds, it adds::
+
+            t (1 - (1 - p)^(n m / t)) R
+
+        The timeouts are those of RFC 6298, with Linux's least value of its second summand, and of RFC 8985, section 7.
 
         Args:
             messages: Messages of all ranks, and requests for them.
             turns: Turns of messages that wait for one another.
+            sent_bytes: Bytes of all these messages.
         """
-        if not self.loss or not turns:
+        if not self.loss or not turns or not messages:
             return 0.0
-        lost = -math.expm1(messages / turns * math.log1p(-self.loss))
-        return turns * lost * (2 * self.latency_s + LEAST_TIMEOUT_S)
+        each, round_trip_s = messages / turns, 2 * self.latency_s
+        packets = sent_bytes / messages / SEGMENT_BYTES
+        timeout_s = round_trip_s + LEAST_TIMEOUT_S
+        waiting_s = self._any_lost(each) * (min(timeout_s, 2 * round_trip_s) if packets > 1 else timeout_s)
+        if self.congestion.startswith(BBR):
+            held = min(packets, (self.bandwidth_bytes_per_s or math.inf) * round_trip_s / SEGMENT_BYTES)
+            waiting_s += self._any_lost(each * held) * round_trip_s
+        return turns * waiting_s
+
+    def pacing_s(self, message_bytes: float) -> float:
+        """Return the least time in which a connection sends a message, whatever the network link could carry.
+
+        It is 0, but for BBR. With R the round-trip time and b the packets of the message, a connection that rests
+        between messages has measured b / (R + s) packets a second after it sent b packets in s seconds. It is still in
+        its startup, with a gain of g = 2 / ln 2, so that it sends the next message in s = (R + s) / g. That makes
+        s = 0.53 R for many packets; 0.46 R (1 - 1 / b) was measured, since some leave at once.
+
+        Source: Cardwell and others, as for :func:`connection_rate`; ``benchmarks/speed/lossy_messages.py``.
+
+        Args:
+            message_bytes: Bytes of the message.
+        """
+        if not self.congestion.startswith(BBR) or message_bytes <= SEGMENT_BYTES:
+            return 0.0
+        return PACED * 2 * self.latency_s * (1 - SEGMENT_BYTES / message_bytes)
+
+    def _any_lost(self, packets: float) -> float:
+        """Return the probability that any of some packets is lost."""
+        return -math.expm1(packets * math.log1p(-self.loss))
 
     def elsewhere(self, ranks: Sequence[int]) -> int:
         """Return how many of some ranks are not on the host of the first; hosts have consecutive ranks."""

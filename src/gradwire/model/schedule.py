@@ -10,7 +10,7 @@ from itertools import count
 
 from gradwire.exchange.drivers import LANES, Stage
 from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
-from gradwire.model.machine import LinkModel, Machine, connection_rate
+from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.profile import Timeline
 
 _DONE, _BYTE = 1e-12, 1e-6
@@ -166,7 +166,7 @@ def step_time(
     factor = load.stretch * machine.contention
     speed = link.bandwidth_bytes_per_s
     flow = speed / link.ranks_per_host if speed else float("inf")
-    connection = connection_rate(link.latency_s, link.loss)
+    connection = link.connection_bytes_per_s
 
     def among(stage: Stage) -> Sequence[int]:
         return range(exchange.world_size) if stage.scope is None else stage.scope.ranks(0)
@@ -182,13 +182,16 @@ def step_time(
             ranks, inside = among(stage), stage.scope is not None and not link.elsewhere(among(stage))
             leaving = link.leaving(stage.sent_bytes, ring, ranks)
             # Only a crowd uses several connections of a rank at a time.
-            rate = connection * (1 if alone else max(1, link.elsewhere(ranks)))
+            rate = connection * (1 if alone else max(1, link.elsewhere(ranks))) / efficiency
             travel_s = resending_s = 0.0
             if not inside:
                 travel_s = stage.delays * link.latency_s
                 # A ring asks for each message in its turn; other messages have been asked for before.
                 turns, each = (stage.delays // 2, 2) if ring else (stage.delays, 1)
-                resending_s = link.resending_s(each * stage.messages * len(ranks), turns)
+                resending_s = link.resending_s(each * stage.messages * len(ranks), turns, leaving * len(ranks))
+                # A ring's connections never rest.
+                pacing_s = 0.0 if ring else turns * link.pacing_s(leaving / max(1, stage.messages))
+                rate = min(rate, leaving / efficiency / pacing_s) if pacing_s else rate
             # Bytes that the network link could carry in the time that these take.
             sent_bytes = leaving / efficiency if speed or rate < math.inf else 0.0
             # A ring has two segments under way at a time: of two places, one's bytes are sent while the other's travel.
@@ -198,7 +201,7 @@ def step_time(
                 cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
                 latency_s=stage.rounds * machine.round_s * load.stretch + resending_s + (0.0 if ring else travel_s),
                 sent_bytes=sent_bytes - held_bytes,
-                most_bytes_per_s=rate / efficiency,
+                most_bytes_per_s=rate,
                 travel_s=travel_s if ring else 0.0,
                 held_bytes=held_bytes,
                 turn=number if pairs and not (stage.scope is not None and stage.scope.local) else None,

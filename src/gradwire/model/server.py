@@ -14,7 +14,7 @@ from gradwire.exchange.pace import AtOwnPace
 from gradwire.exchange.planning import one_way_bytes
 from gradwire.methods.spec import method as read_method
 from gradwire.model.exchange_profile import exchange_of
-from gradwire.model.machine import LinkModel, connection_rate
+from gradwire.model.machine import LinkModel
 from gradwire.model.profile import ReadyBucket, Timeline
 from gradwire.model.schedule import Load, Steps
 
@@ -98,19 +98,22 @@ def server_time(timeline: Timeline, profile: ServerProfile, *, link: LinkModel, 
 
         C + q + u + d + (N - 1) max(u, d) + 2 L
 
-    Where packets are lost, a worker's connection may be slower than the link (:func:`connection_rate`). Its own push
-    and fetch then take u' >= u and d' >= d, while connections of other workers use the rest of the link, so that the
-    last of N waits for max(0, N max(u, d) - max(u', d')). A message whose last packet is lost waits for the sender's
-    timeout (:meth:`LinkModel.resending_s`): those of the worker, or with ``staleness=0`` those of all workers.
+    Where packets are lost, a worker's connection may be slower than the link
+    (:func:`gradwire.model.machine.connection_rate`). Its own push and fetch then take u' >= u and d' >= d, while
+    connections of other workers use the rest of the link, so that the last of N waits for
+    max(0, N max(u, d) - max(u', d')). BBR spreads a small message (:meth:`LinkModel.pacing_s`), which makes u' and d'
+    longer, too. A message that waits for lost packets (:meth:`LinkModel.resending_s`) is one of the worker, or with
+    ``staleness=0`` of all workers.
     """
-    rate, connection = link.bandwidth_bytes_per_s or math.inf, connection_rate(link.latency_s, link.loss)
+    rate, connection = link.bandwidth_bytes_per_s or math.inf, link.connection_bytes_per_s
+    both = profile.push_bytes + profile.fetch_bytes
     push_s, fetch_s = profile.push_bytes / rate, profile.fetch_bytes / rate
-    own_s = profile.push_bytes / min(rate, connection), profile.fetch_bytes / min(rate, connection)
+    own_s = [max(b / min(rate, connection), link.pacing_s(b)) for b in (profile.push_bytes, profile.fetch_bytes)]
     codec_s, workers = load.stretch * profile.codec_s, profile.workers
     alone_s = timeline.compute_s + codec_s + PUSH_AND_FETCH * link.latency_s
     wire_s, step_s = workers * max(push_s, fetch_s), alone_s + sum(own_s)
     if profile.staleness == 0:
-        step_s += max(0.0, wire_s - max(own_s)) + link.resending_s(2 * workers, 2)
+        step_s += max(0.0, wire_s - max(own_s)) + link.resending_s(2 * workers, 2, workers * both)
     else:
-        step_s = max(step_s + link.resending_s(2, 2), wire_s, workers * codec_s)
+        step_s = max(step_s + link.resending_s(2, 2, both), wire_s, workers * codec_s)
     return Steps(step_s=step_s, compute_s=timeline.compute_s, busy_s=codec_s, wire_s=wire_s)

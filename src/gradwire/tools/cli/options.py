@@ -210,6 +210,7 @@ class PlanOptions:
     bandwidth: Annotated[list[str] | None, _cluster(help="Between hosts; repeatable")] = None
     delay: Annotated[str, _cluster("--delay", "--latency", help="Between hosts, one way; such as 20ms")] = "0ms"
     loss: Annotated[str, _cluster(help="Of packets between hosts, such as 0.1%")] = "0%"
+    congestion: Congestion = None
     probe: Annotated[bool, _cluster("--probe", help="Under torchrun: measure the link of its group")] = False
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of collectives; else this machine's, made when first needed")

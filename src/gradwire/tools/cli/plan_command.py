@@ -14,7 +14,7 @@ from typing import Any
 import gradwire as gw
 from gradwire.methods.accuracy import note_of
 from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
-from gradwire.model.machine import DEFAULT, LinkModel, Machine
+from gradwire.model.machine import CUBIC, DEFAULT, LinkModel, Machine
 from gradwire.model.probing import host_number
 from gradwire.model.profile import Profile
 from gradwire.tools.bench.predict import default_path, machine_of_rows, measure_machine
@@ -23,6 +23,7 @@ from gradwire.tools.cli.options import PlanOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_plan
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.lab import parse_delay, parse_rate, parse_share
+from gradwire.tools.lab.iproute import congestion_here
 from gradwire.tools.report.verdict import rate_text, seconds_text
 
 METHODS = ("bf16", "fp16", "terngrad", "coded")
@@ -54,7 +55,9 @@ def plan(options: PlanOptions) -> None:
     delay_s, loss = parse_delay(options.delay), parse_share(options.loss)
     if loss >= 1:
         raise UsageError(f"--loss {options.loss}: below 100% is needed")
-    links = {_rate(link): link for link in (_link(text, delay_s, loss) for text in options.bandwidth or BANDWIDTHS)}
+    congestion = options.congestion or congestion_here() or CUBIC
+    rates = options.bandwidth or BANDWIDTHS
+    links = {_rate(link): link for link in (_link(text, delay_s, loss, congestion) for text in rates)}
     counts = list(options.hosts or HOSTS)
     if min(counts) < 1 or ranks_per_host < 1 or min(counts) * ranks_per_host < 2:
         raise UsageError("one worker exchanges nothing: give --hosts 2 or more, or --gpus-per-host")
@@ -67,6 +70,7 @@ def plan(options: PlanOptions) -> None:
         if answer is None:
             return
         machine, found, world_size = answer
+        found = dataclasses.replace(found, congestion=congestion)
         ranks_per_host = found.ranks_per_host
         counts, links = [-(-world_size // ranks_per_host)], {f"measured {_rate(found)}": found}
         print(f"gradwire: {_found(found, world_size)}", file=sys.stderr)
@@ -75,6 +79,12 @@ def plan(options: PlanOptions) -> None:
         # Profile first: a fault in a script then shows before a minute of calibration.
         known = _profile(options.profile, arguments, options.data)
         machine = _machine(options)
+        if options.congestion is None and congestion != CUBIC and delay_s:
+            print(
+                f"gradwire: TCP's congestion control is taken for {congestion}, this machine's, which decides how long "
+                "links with delay take: for other hosts give --congestion",
+                file=sys.stderr,
+            )
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
     advice: list[tuple[str, str]] = []
@@ -97,6 +107,7 @@ def plan(options: PlanOptions) -> None:
                         "bandwidth_bits_per_s": link.bandwidth_bytes_per_s and 8 * link.bandwidth_bytes_per_s,
                         "delay_s": link.latency_s,
                         "loss": link.loss,
+                        "congestion": link.congestion,
                         **{key: value for key, value in dataclasses.asdict(f).items() if key != "apart"},
                         "recommended": f.method == choice,
                         "note": None if f.method == NOTHING else note_of(f.method),
@@ -132,9 +143,11 @@ def _candidates(specs: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _link(text: str, delay_s: float, loss: float) -> LinkModel:
+def _link(text: str, delay_s: float, loss: float, congestion: str) -> LinkModel:
     rate = parse_rate(text)
-    return LinkModel(bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=delay_s, loss=loss)
+    return LinkModel(
+        bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=delay_s, loss=loss, congestion=congestion
+    )
 
 
 def _rate(link: LinkModel) -> str:
