@@ -273,9 +273,11 @@ const GradwireModel = (() => {
     function submit(number, bucket) {
       if (bucket.asynchronous) {
         // Its first work was done by the thread that brought the bucket.
+        // The backend's threads share one connection to each rank, which matters where losses limit it.
+        const apart = connection === Infinity;
         bucket.chunks.forEach((chunk, i) => {
           const stages = chunk.map((s, k) => (k ? s : { ...s, workS: 0 }));
-          queue(stages, number + i);
+          queue(stages, apart ? number + i : 0);
         });
       } else if (bucket.chunks.length === 1) {
         queue([...bucket.prepare, ...bucket.chunks[0]], number);

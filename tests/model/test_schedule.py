@@ -127,6 +127,20 @@ def test_a_lossy_connection_is_slow_and_a_crowd_of_them_is_faster() -> None:
     assert taken("all_to_all", 1) == pytest.approx(1.0 + 0.02 + lost_s, rel=1e-6)
 
 
+def test_sums_of_the_backend_share_a_connection_that_losses_limit() -> None:
+    link = LinkModel(bandwidth_bytes_per_s=1e9, latency_s=0.02, loss=0.01)
+    rate = link.connection_bytes_per_s
+
+    def taken(asynchronous: bool) -> float:
+        stage = Stage(0.0, "all_to_all", round(2 * rate), 0, 1)
+        buckets = (BucketJobs((), ((stage, Stage(0.0)),), asynchronous=asynchronous),) * 2
+        exchange = ExchangeProfile("x", 2, buckets)
+        return step_time(timeline(2.0, 2.0), exchange, machine=FREE, link=link, load=ALONE).step_s - 3.5
+
+    assert taken(True) == pytest.approx(4.0, rel=0.01)
+    assert taken(False) == pytest.approx(2.0, rel=0.01)
+
+
 def test_a_lost_message_of_one_packet_waits_for_the_whole_timeout() -> None:
     link = LinkModel(latency_s=0.02, loss=0.01)
     assert link.resending_s(4, 2, 4 * 1000) == pytest.approx(2 * (1 - 0.99**2) * 0.24)

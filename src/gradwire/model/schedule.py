@@ -221,10 +221,12 @@ def step_time(
     def submit(number: int, bucket: BucketJobs) -> None:
         chunks = [list(chunk) for chunk in bucket.chunks]
         if bucket.asynchronous:
+            # The backend's threads share one connection to each rank, which matters where losses limit it.
+            apart = connection == math.inf
             for i, chunk in enumerate(chunks):
                 # The thread that brought the bucket has done the first work.
                 stages = [replace(s, work_s=s.work_s if k else 0.0) for k, s in enumerate(chunk)]
-                queue(stages, number + i)
+                queue(stages, apart * (number + i))
         elif len(chunks) == 1:
             queue((*bucket.prepare, *chunks[0]), number)
         else:
