@@ -317,12 +317,7 @@ class Cell:
 
 
 def percentiles_20_80(times: Sequence[float]) -> tuple[float, float]:
-    """Return the 20th and the 80th percentile of a sample, which lie within it however small it is.
-
-    Example:
-        >>> percentiles_20_80([1.0, 2.0])
-        (1.2, 1.8)
-    """
+    """Return the 20th and the 80th percentile of a sample, which lie within it however small it is."""
     if len(times) == 1:
         return times[0], times[0]
     # The default of the standard library extrapolates beyond samples of two or three.
