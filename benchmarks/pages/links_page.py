@@ -95,7 +95,7 @@ def messages_section() -> list[str]:
         "",
         "`sudo python benchmarks/speed/lossy_messages.py` sent messages over one connection that stays open, and waited"
         f" {1e3 * found['pause_s']:g} ms after the answer to each. The table shows milliseconds until the answer, which needs a round trip: the mean, and in brackets"
-        " the quartiles. CUBIC needs its window for each loss and gets it back slowly. BBR keeps its rate. It spreads a small message over 0.46 round"
+        " the quartiles. CUBIC shrinks its window at each loss and opens it again slowly. BBR keeps its rate. It spreads a small message over 0.46 round"
         " trips, with losses and without: a connection that rests between messages never measures more than a message in a round trip. The performance model"
         f" has both (`gradwire plan --congestion`). {where(found)}.",
         "",
