@@ -40,6 +40,16 @@ def run_on(lab: Network, host: int, name: str, *words: object) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
 
 
+@pytest.mark.ranks
+def test_a_probe_finds_the_delay_in_one_direction() -> None:
+    process = start_lab("--hosts", 2, "--delay", "100ms", "--", *program("probed_link"))
+    told, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, errors
+    (delay_s,) = [float(line.split("delay ")[1]) for line in told.splitlines() if "delay " in line]
+    # A round trip would be 0.2 s. Nothing arrives before its delay; a busy machine may hand it over later.
+    assert 0.099 < delay_s < 0.18
+
+
 @pytest.fixture
 def serving() -> Iterator[Any]:
     """A function that starts a program that serves on a host, and waits until it does."""

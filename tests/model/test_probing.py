@@ -25,7 +25,7 @@ def seconds(kind: str, row: int, n: int, machine: Machine, link: LinkModel, load
     timeline = Timeline(
         forward_s=0.0, buckets=(ReadyBucket(names=("p",), numel=1, ready_s=0.0),), backward_s=0.0, after_s=0.0
     )
-    stage = Stage(0.0, kind, row * (n - 1), n - 1 if kind == "pairs" else 1, n - 1, delays=1)
+    stage = Stage(0.0, kind, row * (n - 1), n - 1 if kind == "pairs" else 1, n - 1, delays=2)
     exchange = ExchangeProfile("probe", n, (BucketJobs((), ((stage,),), False),))
     return step_time(timeline, exchange, machine=machine, link=link, load=load).step_s
 
@@ -74,7 +74,7 @@ def test_ranks_of_one_host_have_no_link() -> None:
     measured = Probed(world_size=3, ranks_per_host=3, small_bytes=256, small_s=2e-3, large_bytes=LARGE, large_s=0.1)
     found = measured.link(DEFAULT, load)
     assert measured.one_host
-    assert found == LinkModel(latency_s=2e-3 - DEFAULT.round_s, ranks_per_host=3)
+    assert found == LinkModel(latency_s=(2e-3 - DEFAULT.round_s) / 2, ranks_per_host=3)
 
 
 def test_bytes_that_take_no_time_tell_no_bandwidth_and_latency_is_never_negative() -> None:

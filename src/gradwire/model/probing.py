@@ -34,12 +34,13 @@ def host_number() -> float:
 class Probed:
     """Times of two all-to-alls among all ranks, the same on every rank.
 
-    With N ranks, H of them on a host, and rows of b bytes, b H (N - H) bytes leave a host. A row takes one delay d:
-    after a few repetitions it has been requested before. Small rows go at once, large ones in N - 1 turns, each of
-    which the machine handles in a time r (:attr:`Machine.round_s`), so::
+    With N ranks, H of them on a host, and rows of b bytes, b H (N - H) bytes leave a host. A row takes two one-way
+    delays d, the request's and its own: a rank requests the next row when it has read the last one, and with nothing to
+    compute in between the sender waits for it. (In training it has come meanwhile.) Small rows go at once, large ones
+    in N - 1 turns, each of which the machine handles in a time r (:attr:`Machine.round_s`), so::
 
-        small_s = r + d + b_small H (N - H) / (bandwidth * crowd_efficiency)
-        large_s = (N - 1) r + d + b_large H (N - H) / (bandwidth * ring_efficiency)
+        small_s = r + 2 d + b_small H (N - H) / (bandwidth * crowd_efficiency)
+        large_s = (N - 1) r + 2 d + b_large H (N - H) / (bandwidth * ring_efficiency)
 
     Attributes:
         world_size: N.
@@ -94,13 +95,13 @@ class Probed:
         """
         round_s = machine.round_s * load.stretch
         if self._host_bytes_per_s(round_s) is None:
-            return LinkModel(latency_s=max(0.0, self.small_s - round_s), ranks_per_host=self.ranks_per_host)
+            return LinkModel(latency_s=max(0.0, self.small_s - round_s) / 2, ranks_per_host=self.ranks_per_host)
         small = self._leaving(self.small_bytes) / machine.crowd_efficiency
         large = self._leaving(self.large_bytes) / machine.ring_efficiency
         byte_s = self._wire_s(round_s) / (large - small)
         return LinkModel(
             bandwidth_bytes_per_s=1.0 / byte_s,
-            latency_s=max(0.0, self.small_s - small * byte_s - round_s),
+            latency_s=max(0.0, self.small_s - small * byte_s - round_s) / 2,
             ranks_per_host=self.ranks_per_host,
         )
 

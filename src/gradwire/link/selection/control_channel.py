@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 SMALL_BYTES, LARGE_BYTES = 1 << 8, 1 << 18
 SMALL_REPEATS, REPEATS = 7, 5
-"""Odd, and so many that the median is one of a message that was requested before, as in training."""
+"""Odd; the first repetitions of a job take longer, since no receive was posted for them."""
 
 LONG_S = 0.03
 """Least time of a measurement: a token bucket's burst of one millisecond of the rate then is three per cent of it."""
