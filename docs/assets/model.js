@@ -221,7 +221,7 @@ const GradwireModel = (() => {
     const lost = -Math.expm1((messages / turns) * Math.log1p(-link.loss));
     const [roundTrip, packets] = [2 * link.latencyS, sentBytes / messages / TCP_SEGMENT];
     const timeout = roundTrip + LEAST_TIMEOUT;
-    return turns * lost * (packets > 1 ? Math.min(timeout, 2 * roundTrip) : timeout);
+    return turns * lost * (packets > 1 ? Math.min(timeout, 2 * roundTrip + 0.008) : timeout);
   }
 
   /** The step of one worker: see step_time in gradwire/model/schedule.py. */

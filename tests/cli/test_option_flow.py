@@ -332,7 +332,8 @@ def test_bench_kernels_hands_every_option_on(reached: dict[str, Any]) -> None:
 def test_plan_hands_every_option_on(reached: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     DEFAULT.save(tmp_path / "machine.json")
     words = ["--profile", "mnist", "--data", "here", "--hosts", 3, "--gpus-per-host", 4, "--cores", 6]
-    words += ["--bandwidth", "80mbit", "--delay", "5ms", "--loss", "0.5%", "--calibration", tmp_path / "machine.json"]
+    words += ["--bandwidth", "80mbit", "--delay", "5ms", "--loss", "0.5%"]
+    words += ["--congestion", "bbr", "--calibration", tmp_path / "machine.json"]
     words += ["--method", "bf16", "--method", "qsgd"]
     assert isinstance(call("plan", *words).exception, Reached)
     assert (reached["name"], reached["words"]) == ("profile_name", ("mnist", "here"))
@@ -340,7 +341,7 @@ def test_plan_hands_every_option_on(reached: dict[str, Any], monkeypatch: pytest
     assert isinstance(call("plan", *words).exception, Reached)
     profile, methods, setting, machine = reached["words"]
     assert (profile, list(methods), machine) == ("mnist", ["bf16", "qsgd"], DEFAULT)
-    link = LinkModel(bandwidth_bytes_per_s=1e7, latency_s=0.005, loss=0.005)
+    link = LinkModel(bandwidth_bytes_per_s=1e7, latency_s=0.005, loss=0.005, congestion="bbr")
     assert setting == Scenario(hosts=3, ranks_per_host=4, cores=6, link=link)
 
 

@@ -285,9 +285,9 @@ def test_the_predicted_step_grows_with_the_packets_that_are_lost(staleness: int 
         else:
             assert taken == sorted(set(taken))
     if delay_s:
-        # A connection alone, far below the link's rate, and a timeout for each message that loses its last packet.
+        # A connection alone, far below the link's rate, and a probe for each message that loses its last packet.
         slow_s = 500_000 / connection_rate(delay_s, 0.01)
-        timeout_s = (2 * delay_s + 0.2) * (2 * (1 - 0.99**8) if staleness == 0 else 2 * 0.01)
+        timeout_s = (4 * delay_s + 0.008) * (2 * (1 - 0.99**8) if staleness == 0 else 2 * 0.01)
         assert step_s(0.01, None) == pytest.approx(0.05 + 2 * delay_s + slow_s + timeout_s)
 
 

@@ -122,7 +122,7 @@ def test_a_lossy_connection_is_slow_and_a_crowd_of_them_is_faster() -> None:
         return step_time(timeline(2.0), exchange, machine=FREE, link=link, load=ALONE).step_s - 3.5
 
     # Resending: the end of one of 3 * 4 messages in one turn, which a probe after two round trips tells.
-    lost_s = (1 - 0.99**12) * 0.08
+    lost_s = (1 - 0.99**12) * 0.088
     assert taken("pairs", 1) == pytest.approx(3.0 + 0.02 + lost_s, rel=1e-6)
     assert taken("all_to_all", 1) == pytest.approx(1.0 + 0.02 + lost_s, rel=1e-6)
 
@@ -144,7 +144,7 @@ def test_sums_of_the_backend_share_a_connection_that_losses_limit() -> None:
 def test_a_lost_message_of_one_packet_waits_for_the_whole_timeout() -> None:
     link = LinkModel(latency_s=0.02, loss=0.01)
     assert link.resending_s(4, 2, 4 * 1000) == pytest.approx(2 * (1 - 0.99**2) * 0.24)
-    assert link.resending_s(4, 2, 4 * 2000) == pytest.approx(2 * (1 - 0.99**2) * 0.08)
+    assert link.resending_s(4, 2, 4 * 2000) == pytest.approx(2 * (1 - 0.99**2) * 0.088)
     far = dataclasses.replace(link, latency_s=0.2)
     assert far.resending_s(4, 2, 4 * 2000) == pytest.approx(2 * (1 - 0.99**2) * 0.6)
     assert LinkModel(latency_s=0.02).resending_s(4, 2, 4 * 2000) == 0.0
@@ -154,7 +154,7 @@ def test_a_lost_message_of_one_packet_waits_for_the_whole_timeout() -> None:
 def test_losses_cost_bbr_a_round_trip_at_the_end_of_a_message_and_no_throughput(name: str) -> None:
     link = LinkModel(bandwidth_bytes_per_s=1e6, latency_s=0.02, loss=0.01, congestion=name)
     assert link.connection_bytes_per_s == math.inf
-    ends_s = 2 * (1 - 0.99**2) * 0.08
+    ends_s = 2 * (1 - 0.99**2) * 0.088
     assert link.resending_s(4, 2, 4 * 14480) == pytest.approx(ends_s + 2 * (1 - 0.99**20) * 0.04)
     # A lost packet that more than a round trip of bytes follows is there again before they are.
     held = 0.04 * 1e6 / 1448

@@ -22,6 +22,8 @@ SEGMENT_BYTES = 1448
 LEAST_TIMEOUT_S = 0.2
 """Least time beyond the round trip after which Linux sends an unacknowledged segment again without a probe."""
 
+PROBE_S = 0.008
+"""Time beyond two round trips after which Linux sends a probe: two ticks of a clock of 250 Hz."""
 
 CUBIC, BBR = "cubic", "bbr"
 """Congestion controls that the model tells apart; see :func:`connection_rate`."""
@@ -101,11 +103,11 @@ class LinkModel:
         """Return the expected time that some messages wait for packets that are sent again.
 
         No later packet tells the receiver that the last one of a message was lost, so that the sender waits for its
-        timeout: with R the round-trip time, Linux's least one is R + 0.2 s, and 2 R if the message had several packets,
-        since then a probe follows. If m messages go in t turns, each of which waits for all messages of the turn
+        timeout: with R the round-trip time, Linux's least one is R + 0.2 s; if the message had several packets, it
+        sends a probe after 2 R + 8 ms. If m messages go in t turns, each of which waits for all messages of the turn
         before, and p is the loss, it is::
 
-            t (1 - (1 - p)^(m / t)) min(R + 0.2 s, 2 R)
+            t (1 - (1 - p)^(m / t)) min(R + 0.2 s, 2 R + 8 ms)
 
         Packets that are lost within a message make Cubic slower, which is part of :func:`connection_rate`. BBR goes on
         at its rate and sends them again, which takes longer than the message only if one of those that were on their
@@ -125,7 +127,7 @@ class LinkModel:
         each, round_trip_s = messages / turns, 2 * self.latency_s
         packets = sent_bytes / messages / SEGMENT_BYTES
         timeout_s = round_trip_s + LEAST_TIMEOUT_S
-        waiting_s = self._any_lost(each) * (min(timeout_s, 2 * round_trip_s) if packets > 1 else timeout_s)
+        waiting_s = self._any_lost(each) * (min(timeout_s, 2 * round_trip_s + PROBE_S) if packets > 1 else timeout_s)
         if self.congestion.startswith(BBR):
             held = min(packets, (self.bandwidth_bytes_per_s or math.inf) * round_trip_s / SEGMENT_BYTES)
             waiting_s += self._any_lost(each * held) * round_trip_s
