@@ -121,6 +121,7 @@ LAYERS = {
     "tools.cli": {
         "__init__",
         "errors",
+        "exchange.network_cost",
         "methods.accuracy",
         "model",
         "publish",
