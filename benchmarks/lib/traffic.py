@@ -5,9 +5,10 @@ send ADDRESS CONNECTIONS  send over connections without end
 answer                    answer datagrams
 ping ADDRESS COUNT        print the seconds of each answer; lost ones are left out
 confirm SIZE              take messages of SIZE bytes over one connection, and answer each with a byte
-message ADDRESS SIZE SECONDS PAUSE
-                          send messages of SIZE bytes one after the other, with a pause of so many seconds after each
-                          answer; print the seconds from the first byte of each to its answer
+message ADDRESS SIZE SECONDS PAUSE FIRST
+                          send messages of FIRST bytes in all at once, then some of SIZE bytes one after the other, with
+                          a pause of so many seconds after each answer; print the seconds from the first byte of each to
+                          its answer
 """
 
 from __future__ import annotations
@@ -85,16 +86,22 @@ def confirm(size: int) -> None:
         buffer, taken = bytearray(1 << 18), 0
         while count := connection.recv_into(buffer):
             taken += count
-            if taken >= size:
+            while taken >= size:
                 taken -= size
                 connection.send(b".")
 
 
-def message(address: str, size: int, seconds: float, pause_s: float) -> None:
-    """Send messages for so many seconds, at least eight, and print how long each took until its answer."""
+def message(address: str, size: int, seconds: float, pause_s: float, first: int) -> None:
+    """Send messages for so many seconds, at least eight, and print how long each took until its answer.
+
+    Those of ``first`` bytes in all, which are sent at once before, are not counted.
+    """
     content = bytes(size)
     with socket.create_connection((address, PORT)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(content * (at_once := -(-first // size)))
+        while at_once:
+            at_once -= len(connection.recv(at_once))
         until, number = time.perf_counter() + seconds, 0
         while number < 8 or time.perf_counter() < until:
             began = time.perf_counter()
@@ -118,7 +125,7 @@ def main() -> None:
     elif role == "confirm":
         confirm(int(words[0]))
     elif role == "message":
-        message(words[0], int(words[1]), float(words[2]), float(words[3]))
+        message(words[0], int(words[1]), float(words[2]), float(words[3]), int(words[4]))
     else:
         ping(words[0], int(words[1]))
 
