@@ -109,6 +109,22 @@ def test_losses_slow_cubic_down_and_bbr_hardly(
         name, step_s, said = asked()
         assert (name, step_s) == (known[0], pytest.approx(known[1], rel=0.2))
         assert ("taken for bbr" in said) == (here == "bbr")
+    monkeypatch.setattr("gradwire.tools.cli.plan_command.congestion_here", lambda: "reno")
+    assert "here is reno, which is predicted as cubic" in asked()[2]
+
+
+def test_a_congestion_control_that_is_not_predicted_is_refused() -> None:
+    result = call("plan", "--profile", "lenet", "--congestion", "cubik")
+    assert result.exit_code == 2
+    assert "--congestion cubik: predictions know cubic and bbr" in result.stderr
+
+
+def test_who_computes_longer_than_tcp_waits_learns_that_cubic_begins_slowly_again() -> None:
+    def said(congestion: str, delay_s: float, compute_s: float) -> str:
+        return "\n".join(plan_command._about_tcp(False, congestion, delay_s, compute_s))
+
+    assert "longer than TCP's timeout, 240 ms" in said("cubic", 0.02, 0.25)
+    assert said("cubic", 0.02, 0.23) == said("bbr", 0.02, 9.0) == said("cubic", 0.0, 9.0) == ""
 
 
 def test_workers_of_one_host_wait_for_no_link_unless_it_was_measured_among_them(

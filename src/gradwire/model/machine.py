@@ -27,6 +27,19 @@ PROBE_S = 0.008
 """Time beyond two round trips after which Linux sends a probe: two ticks of a clock of 250 Hz."""
 
 
+def timeout_s(delay_s: float) -> float:
+    """Return the seconds after which Linux sends an unacknowledged segment again, and begins slowly after a rest.
+
+    Args:
+        delay_s: Delay in one direction.
+
+    Example:
+        >>> timeout_s(0.02)
+        0.24
+    """
+    return 2 * delay_s + LEAST_TIMEOUT_S
+
+
 def connection_rate(delay_s: float, loss: float, congestion: str = CUBIC) -> float:
     """Return the bytes a second of one long TCP connection whose segments are lost at random; infinite without losses.
 
@@ -121,8 +134,8 @@ class LinkModel:
             return 0.0
         each, round_trip_s = messages / turns, 2 * self.latency_s
         packets = sent_bytes / messages / SEGMENT_BYTES
-        timeout_s = round_trip_s + LEAST_TIMEOUT_S
-        waiting_s = self._any_lost(each) * (min(timeout_s, 2 * round_trip_s + PROBE_S) if packets > 1 else timeout_s)
+        longest_s = timeout_s(self.latency_s)
+        waiting_s = self._any_lost(each) * (min(longest_s, 2 * round_trip_s + PROBE_S) if packets > 1 else longest_s)
         if self.congestion.startswith(BBR):
             held = min(packets, (self.bandwidth_bytes_per_s or math.inf) * round_trip_s / SEGMENT_BYTES)
             waiting_s += self._any_lost(each * held) * round_trip_s

@@ -7,15 +7,15 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import gradwire as gw
-from gradwire.exchange.network_cost import CUBIC, congestion_here
+from gradwire.exchange.network_cost import BBR, CUBIC, congestion_here
 from gradwire.methods.accuracy import note_of
 from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
-from gradwire.model.machine import DEFAULT, LinkModel, Machine
+from gradwire.model.machine import DEFAULT, LinkModel, Machine, timeout_s
 from gradwire.model.probing import host_number
 from gradwire.model.profile import Profile
 from gradwire.tools.bench.predict import default_path, machine_of_rows, measure_machine
@@ -55,7 +55,7 @@ def plan(options: PlanOptions) -> None:
     delay_s, loss = parse_delay(options.delay), parse_share(options.loss)
     if loss >= 1:
         raise UsageError(f"--loss {options.loss}: below 100% is needed")
-    congestion = options.congestion or congestion_here() or CUBIC
+    congestion = _congestion(options.congestion)
     rates = options.bandwidth or BANDWIDTHS
     links = {_rate(link): link for link in (_link(text, delay_s, loss, congestion) for text in rates)}
     counts = list(options.hosts or HOSTS)
@@ -79,12 +79,8 @@ def plan(options: PlanOptions) -> None:
         # Profile first: a fault in a script then shows before a minute of calibration.
         known = _profile(options.profile, arguments, options.data)
         machine = _machine(options)
-        if options.congestion is None and congestion != CUBIC and delay_s:
-            print(
-                f"gradwire: TCP's congestion control is taken for {congestion}, this machine's, which decides how long "
-                "links with delay take: for other hosts give --congestion",
-                file=sys.stderr,
-            )
+        for said in _about_tcp(options.congestion is None, congestion, delay_s, known.timeline.compute_s):
+            print(f"gradwire: {said}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
     advice: list[tuple[str, str]] = []
@@ -148,6 +144,34 @@ def _link(text: str, delay_s: float, loss: float, congestion: str) -> LinkModel:
     return LinkModel(
         bandwidth_bytes_per_s=rate / 8 if rate else None, latency_s=delay_s, loss=loss, congestion=congestion
     )
+
+
+def _congestion(asked: str | None) -> str:
+    """Return the congestion control to predict with: the one asked for, or this machine's."""
+    name = asked or congestion_here() or CUBIC
+    if name == CUBIC or name.startswith(BBR):
+        return name
+    if asked:
+        raise UsageError(f"--congestion {asked}: predictions know {CUBIC} and {BBR}")
+    print(f"gradwire: TCP's congestion control here is {name}, which is predicted as {CUBIC}", file=sys.stderr)
+    return CUBIC
+
+
+def _about_tcp(chosen_here: bool, congestion: str, delay_s: float, compute_s: float) -> Iterator[str]:
+    """Yield what to know of a prediction for connections with such a delay, and rests as long as a step computes."""
+    if not delay_s:
+        return
+    if chosen_here and congestion != CUBIC:
+        yield (
+            f"TCP's congestion control is taken for {congestion}, this machine's, which decides how long links with "
+            "delay take: for other hosts give --congestion"
+        )
+    if congestion == CUBIC and compute_s > timeout_s(delay_s):
+        yield (
+            f"between steps connections rest for longer than TCP's timeout, {seconds_text(timeout_s(delay_s))}, after "
+            "which CUBIC begins slowly again: this is not predicted, and net.ipv4.tcp_slow_start_after_idle=0 on every "
+            "host avoids it"
+        )
 
 
 def _rate(link: LinkModel) -> str:
