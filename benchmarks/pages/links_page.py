@@ -82,29 +82,36 @@ def network_section() -> list[str]:
 
 
 def messages_section() -> list[str]:
-    """Describe how long messages take over one connection with losses, by congestion control."""
+    """Describe how long messages take over one connection, by congestion control, losses and rests."""
     found = result("speed/lossy_messages")
     if not found:
         return []
-    cells: dict[str, dict[int, dict[str, Any]]] = {}
+    cells: dict[tuple[str, str, float], dict[int, dict[str, Any]]] = {}
     for row in found["rows"]:
-        cells.setdefault(row["lab"], {})[row["size_bytes"]] = row
+        cells.setdefault((row["lab"], row["setup"], row["pause_s"]), {})[row["size_bytes"]] = row
     sizes = list(next(iter(cells.values())))
     lines = [
         "### One message, by congestion control",
         "",
-        "`sudo python benchmarks/speed/lossy_messages.py` sent messages over one connection that stays open, and waited"
-        f" {1e3 * found['pause_s']:g} ms after the answer to each. The table shows milliseconds until the answer, which needs a round trip: the mean, and in brackets"
-        " the quartiles. CUBIC shrinks its window at each loss and opens it again slowly. BBR keeps its rate. It spreads a small message over 0.46 round"
-        " trips, with losses and without: a connection that rests between messages never measures more than a message in a round trip. The performance model"
-        f" has both (`gradwire plan --congestion`). {where(found)}.",
+        "`sudo python benchmarks/speed/lossy_messages.py` sent messages over one connection that stays open, and rested after the answer to each. The table"
+        " shows milliseconds until the answer, which needs a round trip: the mean, and in brackets the quartiles.",
         "",
-        f"| link | {' | '.join(f'{size:,} bytes' for size in sizes)} |",
-        f"|---|{'---:|' * len(sizes)}",
+        "- CUBIC shrinks its window at each loss and opens it again slowly. After a rest of more than TCP's timeout, 0.2 s and a round trip, it begins with ten"
+        " packets again, which costs a long message several round trips. With *windows kept* (`net.ipv4.tcp_slow_start_after_idle=0`) it does not.",
+        "- BBR keeps its rate, whatever is lost and however long it rests. But it sends no faster than the rate that it has measured, and a connection that rests"
+        " between messages never measures more than a message in a round trip. So it spreads a small message over 0.46 round trips. With the *bandwidth shown*, by"
+        f" {found['shown_bytes'] / 2**20:g} MiB of messages at once before the first, it does not. A link shows its connections the bandwidth while the training begins"
+        " (`exchange/drivers/transports/opening.py`).",
+        "",
+        f"The performance model has the losses (`gradwire plan --congestion`). {where(found)}.",
+        "",
+        f"| link | congestion control | rest | {' | '.join(f'{size:,} bytes' for size in sizes)} |",
+        f"|---|---|---|{'---:|' * len(sizes)}",
     ]
-    for lab, cell in cells.items():
+    for (lab, setup, pause_s), cell in cells.items():
         times = [f"{ms(r['mean_s'])} ({ms(r['quartiles_s'][0])} - {ms(r['quartiles_s'][1])})" for r in cell.values()]
-        lines.append(f"| {link_of(lab)} | {' | '.join(times)} |")
+        name = link_of(lab).removesuffix(f", {setup.split(',')[0]}")
+        lines.append(f"| {name} | {setup} | {1e3 * pause_s:g} ms | {' | '.join(times)} |")
     return [*lines, ""]
 
 
