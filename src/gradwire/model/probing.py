@@ -82,9 +82,13 @@ class Probed:
 
     @property
     def cost(self) -> LinkCost:
-        """Cost of a message to all other ranks: the time of the small one, and a time for each byte beyond it."""
+        """Cost of a message to all other ranks: the time of the small one, and a time for each byte beyond it.
+
+        Of the two delays of the small one, the request's is left out: in training it comes while ranks compute.
+        """
         taken_s = max(self.wire_s, NOTICEABLE * self.large_s)
-        return LinkCost(message_s=self.small_s, bytes_per_s=self.large_bytes / taken_s)
+        requested_s = self.link(DEFAULT, Load(ranks=self.ranks_per_host, cores=2 * self.ranks_per_host)).latency_s
+        return LinkCost(message_s=self.small_s - requested_s, bytes_per_s=self.large_bytes / taken_s)
 
     def link(self, machine: Machine, load: Load) -> LinkModel:
         """Solve the two equations for the raw bandwidth of a host and the delay in one direction.
