@@ -96,12 +96,12 @@ def messages_section() -> list[str]:
         "`sudo python benchmarks/speed/lossy_messages.py` sent messages over one connection that stays open, and rested after the answer to each. The table"
         " shows milliseconds until the answer, which needs a round trip: the mean, and in brackets the quartiles.",
         "",
-        "- CUBIC shrinks its window at each loss and opens it again slowly. After a rest of more than TCP's timeout, 0.2 s and a round trip, it begins with ten"
-        " packets again, which costs a long message several round trips. With *windows kept* (`net.ipv4.tcp_slow_start_after_idle=0`) it does not.",
-        "- BBR keeps its rate, whatever is lost and however long it rests. But it sends no faster than the rate that it has measured, and a connection that rests"
+        "- CUBIC shrinks its window at each loss and opens it again slowly. After a rest of more than TCP's timeout, 0.2 s and a round trip, it halves the window"
+        " for each timeout, down to ten packets, which costs the next message round trips. With *windows kept* (`net.ipv4.tcp_slow_start_after_idle=0`) it does not.",
+        "- BBR keeps its rate, however long it rests, and losses hardly slow a long message down. But it sends no faster than the rate that it has measured, and a connection that rests"
         " between messages never measures more than a message in a round trip. So it spreads a small message over 0.46 round trips. With the *bandwidth shown*, by"
         f" {found['shown_bytes'] / 2**20:g} MiB of messages at once before the first, it does not. A link shows its connections the bandwidth while the training begins"
-        " (`exchange/drivers/transports/opening.py`).",
+        " (`exchange/drivers/transports/opening.py`). Losses undo it for small messages: the rate at which a lost packet is sent again counts as measured.",
         "",
         f"The performance model has the losses (`gradwire plan --congestion`). {where(found)}.",
         "",

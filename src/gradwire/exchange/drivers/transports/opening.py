@@ -3,7 +3,8 @@
 BBR sends no faster than the rate that it has measured. A connection that carries small messages and rests between them
 never measures more than a message in a round trip, and so spreads each message over half a round trip, however fast the
 network. Messages for several round trips without a pause show it the bandwidth. A lower rate replaces a measured one
-only if the network was its reason, not the sender, so that they suffice once, when ranks are connected.
+only if the network was its reason, not a sender that had no more to send, so that they suffice once, when ranks are
+connected. Lost packets undo it: the rate at which one is sent again counts as the network's.
 
 Source: Cardwell, Cheng, Yeganeh, Swett, Jacobson, "BBR congestion control", Internet-Draft
 draft-cardwell-iccrg-bbr-congestion-control, sections on delivery rates and their filter;
