@@ -161,14 +161,23 @@ def test_losses_cost_bbr_a_round_trip_at_the_end_of_a_message_and_no_throughput(
     assert link.resending_s(4, 2, 4e9) == pytest.approx(ends_s + 2 * (1 - 0.99 ** (2 * held)) * 0.04)
 
 
-def test_messages_take_no_longer_under_bbr() -> None:
-    """Connections are opened when ranks are connected, so that no message is spread over a round trip."""
+def test_bbr_spreads_a_message_over_half_a_round_trip() -> None:
     link = LinkModel(bandwidth_bytes_per_s=1e9, latency_s=0.05, congestion="bbr")
-    stage = Stage(0.0, "all_to_all", 3 * 14480, 1, 3, delays=2)
-    exchange = ExchangeProfile("x", 4, (BucketJobs((), ((stage, Stage(0.0)),), asynchronous=False),))
-    for at in (link, dataclasses.replace(link, congestion="cubic")):
-        found = step_time(timeline(2.0), exchange, machine=FREE, link=at, load=ALONE).step_s
-        assert found == pytest.approx(3.5 + 0.1 + 3 * 14480 / 1e9)
+    assert [link.pacing_s(count) for count in (0, 1448)] == [0.0, 0.0]
+    assert link.pacing_s(14480) == pytest.approx(0.46 * 0.1 * 0.9)
+    assert dataclasses.replace(link, congestion="cubic").pacing_s(14480) == 0.0
+
+    def taken(kind: str, sent: int, bytes_per_s: float | None = 1e9) -> float:
+        at = dataclasses.replace(link, bandwidth_bytes_per_s=bytes_per_s)
+        stage = Stage(0.0, kind, sent, 1, 3, delays=2)
+        exchange = ExchangeProfile("x", 4, (BucketJobs((), ((stage, Stage(0.0)),), asynchronous=False),))
+        return step_time(timeline(2.0), exchange, machine=FREE, link=at, load=ALONE).step_s - 3.5
+
+    for rate in (1e9, None):
+        assert taken("all_to_all", 3 * 14480, rate) == pytest.approx(0.1 + 2 * 0.0414)
+    # Bytes that take longer are not slowed down; a ring never rests.
+    assert taken("all_to_all", 3 * 10**9) == pytest.approx(0.1 + 3.0)
+    assert taken("ring", 3 * 14480) < 0.11
 
 
 def test_cubic_is_faster_than_reno_over_long_ways_with_rare_losses() -> None:

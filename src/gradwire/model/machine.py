@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import HyperparameterError
-from gradwire.exchange.network_cost import BBR, CUBIC
 
 FAR = 2.0
 """Factor beyond the calibrated range from which a prediction counts as extrapolated."""
@@ -25,6 +24,12 @@ LEAST_TIMEOUT_S = 0.2
 
 PROBE_S = 0.008
 """Time beyond two round trips after which Linux sends a probe: two ticks of a clock of 250 Hz."""
+
+CUBIC, BBR = "cubic", "bbr"
+"""Congestion controls that the model tells apart; see :func:`connection_rate`."""
+
+PACED = 0.46
+"""Share of a round trip over which BBR spreads a message; see :meth:`LinkModel.pacing_s`."""
 
 
 def timeout_s(delay_s: float) -> float:
@@ -140,6 +145,23 @@ class LinkModel:
             held = min(packets, (self.bandwidth_bytes_per_s or math.inf) * round_trip_s / SEGMENT_BYTES)
             waiting_s += self._any_lost(each * held) * round_trip_s
         return turns * waiting_s
+
+    def pacing_s(self, message_bytes: float) -> float:
+        """Return the least time in which a connection sends a message, whatever the network link could carry.
+
+        It is 0, but for BBR. With R the round-trip time and b the packets of the message, a connection that rests
+        between messages has measured b / (R + s) packets a second after it sent b packets in s seconds. It is still in
+        its startup, with a gain of g = 2 / ln 2, so that it sends the next message in s = (R + s) / g. That makes
+        s = 0.53 R for many packets; 0.46 R (1 - 1 / b) was measured, since some leave at once.
+
+        Source: Cardwell and others, as for :func:`connection_rate`; ``benchmarks/speed/lossy_messages.py``.
+
+        Args:
+            message_bytes: Bytes of the message.
+        """
+        if not self.congestion.startswith(BBR) or message_bytes <= SEGMENT_BYTES:
+            return 0.0
+        return PACED * 2 * self.latency_s * (1 - SEGMENT_BYTES / message_bytes)
 
     def _any_lost(self, packets: float) -> float:
         """Return the probability that any of some packets is lost."""

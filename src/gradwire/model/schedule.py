@@ -189,6 +189,9 @@ def step_time(
                 # A ring asks for each message in its turn; other messages have been asked for before.
                 turns, each = (stage.delays // 2, 2) if ring else (stage.delays, 1)
                 resending_s = link.resending_s(each * stage.messages * len(ranks), turns, leaving * len(ranks))
+                # A ring's connections never rest.
+                pacing_s = 0.0 if ring else turns * link.pacing_s(leaving / max(1, stage.messages))
+                rate = min(rate, leaving / efficiency / pacing_s) if pacing_s else rate
             # Bytes that the network link could carry in the time that these take.
             sent_bytes = leaving / efficiency if speed or rate < math.inf else 0.0
             # A ring has two segments under way at a time: of two places, one's bytes are sent while the other's travel.

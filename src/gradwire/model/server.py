@@ -101,13 +101,14 @@ def server_time(timeline: Timeline, profile: ServerProfile, *, link: LinkModel, 
     Where packets are lost, a worker's connection may be slower than the link
     (:func:`gradwire.model.machine.connection_rate`). Its own push and fetch then take u' >= u and d' >= d, while
     connections of other workers use the rest of the link, so that the last of N waits for
-    max(0, N max(u, d) - max(u', d')). A message that waits for lost packets (:meth:`LinkModel.resending_s`) is one of
-    the worker, or with ``staleness=0`` of all workers.
+    max(0, N max(u, d) - max(u', d')). BBR spreads a small message (:meth:`LinkModel.pacing_s`), which makes u' and d'
+    longer, too. A message that waits for lost packets (:meth:`LinkModel.resending_s`) is one of the worker, or with
+    ``staleness=0`` of all workers.
     """
     rate, connection = link.bandwidth_bytes_per_s or math.inf, link.connection_bytes_per_s
     both = profile.push_bytes + profile.fetch_bytes
     push_s, fetch_s = profile.push_bytes / rate, profile.fetch_bytes / rate
-    own_s = [b / min(rate, connection) for b in (profile.push_bytes, profile.fetch_bytes)]
+    own_s = [max(b / min(rate, connection), link.pacing_s(b)) for b in (profile.push_bytes, profile.fetch_bytes)]
     codec_s, workers = load.stretch * profile.codec_s, profile.workers
     alone_s = timeline.compute_s + codec_s + PUSH_AND_FETCH * link.latency_s
     wire_s, step_s = workers * max(push_s, fetch_s), alone_s + sum(own_s)
