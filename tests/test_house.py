@@ -121,7 +121,6 @@ LAYERS = {
     "tools.cli": {
         "__init__",
         "errors",
-        "exchange.network_cost",
         "methods.accuracy",
         "model",
         "publish",

@@ -1,24 +1,12 @@
-"""The cost of a message on the network, the number of messages that wait for one another, and what sends them."""
+"""The cost of a message on the network, and the number of messages that wait for one another."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gradwire.errors import HyperparameterError
-
-CUBIC, BBR = "cubic", "bbr"
-"""Congestion controls that are told apart; the names of BBR's versions begin with the second."""
-
-
-def congestion_here() -> str | None:
-    """Return the congestion control of this machine's connections; None if it is not Linux."""
-    try:
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    except OSError:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,6 @@ class Lane:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
-        self.run(_nothing(), wait=self._open_connections)
 
     def run(
         self,
@@ -175,10 +174,6 @@ class Lane:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=timeout_s)
         return not self._thread.is_alive() or self._given_up
-
-    def _open_connections(self) -> None:
-        for transport in (self._transports or {}).values():
-            transport.open()
 
     def _drive(self, generator: Exchange[T]) -> T:
         meter, clock = self.meter, time.perf_counter

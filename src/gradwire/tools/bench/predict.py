@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 import gradwire as gw
-from gradwire.exchange.network_cost import CUBIC
 from gradwire.model.calibrate import Observation, calibrate
 from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, nothing_but_the_sum
-from gradwire.model.machine import DEFAULT, LinkModel, Machine
+from gradwire.model.machine import CUBIC, DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Timeline
 from gradwire.model.schedule import Load
 from gradwire.tools.bench.models import bench_model

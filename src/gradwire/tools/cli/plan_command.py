@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import gradwire as gw
-from gradwire.exchange.network_cost import BBR, CUBIC, congestion_here
 from gradwire.methods.accuracy import note_of
 from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
-from gradwire.model.machine import DEFAULT, LinkModel, Machine, timeout_s
+from gradwire.model.machine import BBR, CUBIC, DEFAULT, LinkModel, Machine, timeout_s
 from gradwire.model.probing import host_number
 from gradwire.model.profile import Profile
 from gradwire.tools.bench.predict import default_path, machine_of_rows, measure_machine
@@ -24,6 +23,7 @@ from gradwire.tools.cli.options import PlanOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_plan
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.lab import parse_delay, parse_rate, parse_share
+from gradwire.tools.lab.iproute import congestion_here
 from gradwire.tools.report.verdict import rate_text, seconds_text
 
 METHODS = ("bf16", "fp16", "terngrad", "coded")

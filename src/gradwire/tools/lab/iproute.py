@@ -165,6 +165,15 @@ def retransmitted(namespace: str) -> int:
     return int(values[names.index("RetransSegs")])
 
 
+def congestion_here() -> str | None:
+    """Return the congestion control of this machine's connections; None if it is not Linux."""
+    try:
+        with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
 @cache
 def available_congestion() -> str:
     """Return the congestion controls that this kernel has."""

@@ -37,14 +37,6 @@ class Transport(ABC):
     keyed_bytes: int = 0
     starts: bool = True
 
-    def open(self) -> None:  # noqa: B027
-        """Prepare the connections for the first round, before any operation but those that :meth:`start` starts.
-
-        Raises:
-            RuntimeError: a connection broke.
-            PayloadError: a rank's message changed on the way.
-        """
-
     @abstractmethod
     def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:
         """Execute an operation, and return the reply, which is valid until :meth:`end_job`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -18,10 +17,8 @@ from gradwire.exchange.drivers.tables import announce, announced
 from gradwire.exchange.drivers.traffic import gathers, large
 from gradwire.exchange.drivers.transports.base import Transport, Turn, reduce_by_gather
 from gradwire.exchange.drivers.transports.notes import TO_ALL, Notes
-from gradwire.exchange.drivers.transports.opening import open_connections
 from gradwire.exchange.drivers.transports.receives import MOST_TAGS, Receives, Slot
 from gradwire.exchange.drivers.transports.ring import ring_combined, ring_shares
-from gradwire.exchange.network_cost import BBR, congestion_here
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
 
 # Without it, Gloo asks the store for the address of one rank after the other, with three round trips for each.
@@ -110,8 +107,6 @@ class GlooTransport(Transport):
         self._rooms: dict[str, torch.Tensor] = {}
         self._receives: Receives | None = Receives(self._backend, world_size)
         self._reductions = self._operations = 0
-        # Seconds of the greeting if the congestion control of any rank's connections is BBR.
-        self._greeting_s: float | None = None
         self._meet()
 
     def _meet(self) -> None:
@@ -120,14 +115,8 @@ class GlooTransport(Transport):
             self._wait_for(self._backend.barrier())
             return
         # A barrier takes several rounds of messages: over a long link, several times its delay.
-        heard = torch.zeros(self.world_size, dtype=torch.uint8, device="cpu")
-        said, began_s = torch.full_like(heard, (congestion_here() or "").startswith(BBR)), time.perf_counter()
+        heard, said = (torch.zeros(self.world_size, dtype=torch.uint8, device="cpu") for _ in range(2))
         self._wait_for(self._backend.alltoall_base(heard, said, [], []))
-        self._greeting_s = time.perf_counter() - began_s if heard.any() else None
-
-    def open(self) -> None:
-        if self._greeting_s is not None:
-            open_connections(self._backend, self._greeting_s, self._wait_for)
 
     def abort(self) -> None:
         break_off(self._backend)

@@ -28,9 +28,6 @@ class StagedTransport(Transport):
         self._inner, self._device = inner, device
         self.rank, self.world_size = inner.rank, inner.world_size
 
-    def open(self) -> None:
-        self._inner.open()
-
     def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:
         if isinstance(op, (Reduce, Broadcast)):
             if not self._device.holds(op.value):
