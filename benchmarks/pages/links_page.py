@@ -100,10 +100,11 @@ def messages_section() -> list[str]:
         " for each timeout, down to ten packets, which costs the next message round trips. With *windows kept* (`net.ipv4.tcp_slow_start_after_idle=0`) it does not.",
         "- BBR keeps its rate, however long it rests, and losses hardly slow a long message down. But it sends no faster than the rate that it has measured, and a connection that rests"
         " between messages never measures more than a message in a round trip. So it spreads a small message over 0.46 round trips. With the *bandwidth shown*, by"
-        f" {found['shown_bytes'] / 2**20:g} MiB of messages at once before the first, it does not. A link shows its connections the bandwidth while the training begins"
-        " (`exchange/drivers/transports/opening.py`). Losses undo it for small messages: the rate at which a lost packet is sent again counts as measured.",
+        f" {found['shown_bytes'] / 2**20:g} MiB of messages at once before the first, it does not. Losses undo that for small messages, since the rate at which a lost packet is"
+        " sent again counts as measured. gradwire does not show it: hosts that do so at the same time show BBR a share of the bandwidth, and then it can keep to that share"
+        " when a host sends alone.",
         "",
-        f"The performance model has the losses (`gradwire plan --congestion`). {where(found)}.",
+        f"The performance model has the losses and the 0.46 round trips (`gradwire plan --congestion`), but not the rests. {where(found)}.",
         "",
         f"| link | congestion control | rest | {' | '.join(f'{size:,} bytes' for size in sizes)} |",
         f"|---|---|---|{'---:|' * len(sizes)}",

@@ -119,12 +119,18 @@ def test_a_congestion_control_that_is_not_predicted_is_refused() -> None:
     assert "--congestion cubik: predictions know cubic and bbr" in result.stderr
 
 
-def test_who_computes_longer_than_tcp_waits_learns_that_cubic_begins_slowly_again() -> None:
-    def said(congestion: str, delay_s: float, compute_s: float) -> str:
-        return "\n".join(plan_command._about_tcp(False, congestion, delay_s, compute_s))
+def test_who_computes_longer_than_tcp_waits_learns_that_cubic_begins_slowly_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said(asked: str | None, congestion: str, delay_s: float, compute_s: float) -> str:
+        return "\n".join(plan_command._about_tcp(asked, congestion, delay_s, compute_s))
 
-    assert "longer than TCP's timeout, 240 ms" in said("cubic", 0.02, 0.25)
-    assert said("cubic", 0.02, 0.23) == said("bbr", 0.02, 9.0) == said("cubic", 0.0, 9.0) == ""
+    monkeypatch.setattr(plan_command, "congestion_here", lambda: "cubic")
+    for kept in (False, True):
+        monkeypatch.setattr(plan_command, "keeps_windows_here", lambda kept=kept: kept)
+        assert "longer than TCP's timeout, 240 ms" in said("cubic", "cubic", 0.02, 0.25)
+        assert bool(said(None, "cubic", 0.02, 0.25)) == (not kept)
+        assert said(None, "cubic", 0.02, 0.23) == said("bbr", "bbr", 0.02, 9.0) == said(None, "cubic", 0.0, 9.0) == ""
 
 
 def test_workers_of_one_host_wait_for_no_link_unless_it_was_measured_among_them(

@@ -23,12 +23,14 @@ from gradwire.tools.cli.options import PlanOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_plan
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.lab import parse_delay, parse_rate, parse_share
-from gradwire.tools.lab.iproute import congestion_here
+from gradwire.tools.lab.iproute import congestion_here, keeps_windows_here
 from gradwire.tools.report.verdict import rate_text, seconds_text
 
 METHODS = ("bf16", "fp16", "terngrad", "coded")
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("100mbit", "1gbit", "10gbit")
+FAR_S = 1e-3
+"""Least delay for which it matters how TCP sends."""
 
 
 def plan(options: PlanOptions) -> None:
@@ -79,8 +81,9 @@ def plan(options: PlanOptions) -> None:
         # Profile first: a fault in a script then shows before a minute of calibration.
         known = _profile(options.profile, arguments, options.data)
         machine = _machine(options)
-        for said in _about_tcp(options.congestion is None, congestion, delay_s, known.timeline.compute_s):
-            print(f"gradwire: {said}", file=sys.stderr)
+    furthest_s = max(link.latency_s for link in links.values())
+    for said in _about_tcp(options.congestion, congestion, furthest_s, known.timeline.compute_s):
+        print(f"gradwire: {said}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
     advice: list[tuple[str, str]] = []
@@ -147,26 +150,28 @@ def _link(text: str, delay_s: float, loss: float, congestion: str) -> LinkModel:
 
 
 def _congestion(asked: str | None) -> str:
-    """Return the congestion control to predict with: the one asked for, or this machine's."""
+    """Return the congestion control to predict with: the one asked for, or this machine's, if it is predicted."""
     name = asked or congestion_here() or CUBIC
     if name == CUBIC or name.startswith(BBR):
         return name
     if asked:
         raise UsageError(f"--congestion {asked}: predictions know {CUBIC} and {BBR}")
-    print(f"gradwire: TCP's congestion control here is {name}, which is predicted as {CUBIC}", file=sys.stderr)
     return CUBIC
 
 
-def _about_tcp(chosen_here: bool, congestion: str, delay_s: float, compute_s: float) -> Iterator[str]:
+def _about_tcp(asked: str | None, congestion: str, delay_s: float, compute_s: float) -> Iterator[str]:
     """Yield what to know of a prediction for connections with such a delay, and rests as long as a step computes."""
-    if not delay_s:
+    if delay_s < FAR_S:
         return
-    if chosen_here and congestion != CUBIC:
+    here = congestion_here() or congestion
+    if asked is None and here != congestion:
+        yield f"TCP's congestion control here is {here}, which is predicted as {congestion}"
+    elif asked is None and congestion != CUBIC:
         yield (
             f"TCP's congestion control is taken for {congestion}, this machine's, which decides how long links with "
             "delay take: for other hosts give --congestion"
         )
-    if congestion == CUBIC and compute_s > timeout_s(delay_s):
+    if congestion == CUBIC and compute_s > timeout_s(delay_s) and (asked or not keeps_windows_here()):
         yield (
             f"between steps connections rest for longer than TCP's timeout, {seconds_text(timeout_s(delay_s))}, after "
             "which CUBIC begins slowly again: this is not predicted, and net.ipv4.tcp_slow_start_after_idle=0 on every "
