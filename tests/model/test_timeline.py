@@ -164,6 +164,34 @@ def test_an_unchanged_script_is_profiled() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "gw.attach(model, 'terngrad', optimizer=optimizer)",
+        "gw.attach(model, 'DiLoCo(every=2)')",
+        "model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
+    ],
+)
+def test_a_script_with_a_hook_of_its_own_is_profiled_without_it(tmp_path: Path, hook: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, gradwire as gw, torch.distributed as dist\n"
+        "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 30))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"{hook}\n"
+        "for _ in range(20):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(2, 40)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    found = profile_script(script, [])
+    assert found.numel == 40 * 30 + 30
+    assert found.timeline.compute_s > 0
+
+
+@pytest.mark.ranks
 def test_a_script_may_print_bytes_that_are_no_text(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -122,6 +122,8 @@ def _alone() -> Any:
 def profile_script(script: Path, arguments: Sequence[str]) -> Profile:
     """Run the first steps of a DDP script, unchanged, as its only worker, and profile its first DDP module.
 
+    Communication hooks that the script registers on it, such as that of :func:`gradwire.attach`, exchange nothing.
+
     Raises:
         UsageError: the script does not exist.
         WorkerError: the script ended before it had taken enough steps; the message holds its last line.
@@ -160,6 +162,9 @@ def main() -> None:
         if watched:
             return
         recorder = Recorder(self, automatic=True)
+        # A hook of the script, such as that of gradwire.attach, would be refused: DDP takes one in its life.
+        self._comm_hooks.clear()
+        self.register_comm_hook = _pass_over
         watched.append(recorder)
         self.register_forward_pre_hook(lambda module, inputs: _enough(script, module, recorder, out))
 
@@ -167,6 +172,10 @@ def main() -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
+
+
+def _pass_over(state: object, hook: object) -> None:
+    """Take no hook: steps are profiled without an exchange."""
 
 
 def _enough(script: str, module: Any, recorder: Recorder, out: Path) -> None:
