@@ -62,7 +62,7 @@ def test_gradwire_run_leaves_the_script_as_it_is() -> None:
     # One worker a host: that hosts number several is the other command's test.
     one_each = COMMANDS[1].replace("per-node 2", "per-node 1")
     assert one_each != COMMANDS[1]
-    code, told = on_two_hosts(one_each.replace("train.py", f"{PLAIN} --steps 20"))
+    code, told = on_two_hosts(one_each.replace("plain.py", f"{PLAIN} --steps 20"))
     assert code == 0, told
     assert "training accuracy" in told
 
