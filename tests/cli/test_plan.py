@@ -127,7 +127,7 @@ def test_who_computes_longer_than_tcp_waits_learns_that_cubic_begins_slowly_agai
 
     monkeypatch.setattr(plan_command, "congestion_here", lambda: "cubic")
     for kept in (False, True):
-        monkeypatch.setattr(plan_command, "keeps_windows_here", lambda kept=kept: kept)
+        monkeypatch.setattr(plan_command, "_keeps_windows", lambda kept=kept: kept)
         assert "longer than TCP's timeout, 240 ms" in said("cubic", "cubic", 0.02, 0.25)
         assert bool(said(None, "cubic", 0.02, 0.25)) == (not kept)
         assert said(None, "cubic", 0.02, 0.23) == said("bbr", "bbr", 0.02, 9.0) == said(None, "cubic", 0.0, 9.0) == ""

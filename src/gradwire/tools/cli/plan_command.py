@@ -23,7 +23,7 @@ from gradwire.tools.cli.options import PlanOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_plan
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.lab import parse_delay, parse_rate, parse_share
-from gradwire.tools.lab.iproute import congestion_here, keeps_windows_here
+from gradwire.tools.lab.iproute import congestion_here
 from gradwire.tools.report.verdict import rate_text, seconds_text
 
 METHODS = ("bf16", "fp16", "terngrad", "coded")
@@ -159,6 +159,14 @@ def _congestion(asked: str | None) -> str:
     return CUBIC
 
 
+def _keeps_windows() -> bool:
+    """Return whether this machine's connections begin after a rest with the window that they had before."""
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").read_text().strip() == "0"
+    except OSError:
+        return False
+
+
 def _about_tcp(asked: str | None, congestion: str, delay_s: float, compute_s: float) -> Iterator[str]:
     """Yield what to know of a prediction for connections with such a delay, and rests as long as a step computes."""
     if delay_s < FAR_S:
@@ -171,7 +179,7 @@ def _about_tcp(asked: str | None, congestion: str, delay_s: float, compute_s: fl
             f"TCP's congestion control is taken for {congestion}, this machine's, which decides how long links with "
             "delay take: for other hosts give --congestion"
         )
-    if congestion == CUBIC and compute_s > timeout_s(delay_s) and (asked or not keeps_windows_here()):
+    if congestion == CUBIC and compute_s > timeout_s(delay_s) and (asked or not _keeps_windows()):
         yield (
             f"between steps connections rest for longer than TCP's timeout, {seconds_text(timeout_s(delay_s))}, after "
             "which CUBIC begins slowly again: this is not predicted, and net.ipv4.tcp_slow_start_after_idle=0 on every "

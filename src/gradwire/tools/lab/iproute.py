@@ -167,17 +167,8 @@ def retransmitted(namespace: str) -> int:
 
 def congestion_here() -> str | None:
     """Return the congestion control of this machine's connections; None if it is not Linux."""
-    return _setting("tcp_congestion_control")
-
-
-def keeps_windows_here() -> bool:
-    """Return whether this machine's connections begin after a rest with the window that they had before."""
-    return _setting("tcp_slow_start_after_idle") == "0"
-
-
-def _setting(name: str) -> str | None:
     try:
-        with open(f"/proc/sys/net/ipv4/{name}") as file:
+        with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
             return file.read().strip()
     except OSError:
         return None
