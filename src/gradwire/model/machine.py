@@ -39,7 +39,7 @@ def timeout_s(delay_s: float) -> float:
         delay_s: Delay in one direction.
 
     Example:
-        >>> timeout_s(0.02)
+        >>> round(timeout_s(0.02), 3)
         0.24
     """
     return 2 * delay_s + LEAST_TIMEOUT_S

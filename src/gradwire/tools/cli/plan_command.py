@@ -81,9 +81,6 @@ def plan(options: PlanOptions) -> None:
         # Profile first: a fault in a script then shows before a minute of calibration.
         known = _profile(options.profile, arguments, options.data)
         machine = _machine(options)
-    furthest_s = max(link.latency_s for link in links.values())
-    for said in _about_tcp(options.congestion, congestion, furthest_s, known.timeline.compute_s):
-        print(f"gradwire: {said}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
     advice: list[tuple[str, str]] = []
@@ -115,6 +112,9 @@ def plan(options: PlanOptions) -> None:
             for spec, why in refused.items():
                 print(f"gradwire: {spec} on {count} hosts: {why}", file=sys.stderr)
             apart |= {f.method: f.apart for f in forecasts if f.apart is not None}
+    furthest_s = max(link.latency_s for link in links.values())
+    for said in _about_tcp(options.congestion, congestion, furthest_s, known.timeline.compute_s):
+        print(f"gradwire: {said}", file=sys.stderr)
     for spec, why in apart.items():
         print(f"gradwire: {spec} is not recommended for its time: it {why}", file=sys.stderr)
     if options.as_json:
