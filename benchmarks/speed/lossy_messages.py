@@ -4,7 +4,7 @@
 
 Two hosts and one connection, which stays open. The sender waits for an answer of one byte after each message, and then
 for some time, as between the exchanges of two steps. The window of CUBIC shrinks with each loss and grows again slowly,
-and begins anew after a rest, unless the kernel is told to keep it. BBR sends at the rate that it has measured, and
+and shrinks after a rest, unless the kernel is told to keep it. BBR sends at the rate that it has measured, and
 spreads a small message over half a round trip, losses or not, unless it has been shown the bandwidth before. Both wait
 for what was lost: a round trip if later frames tell the receiver of it, more if it was the end of the message.
 
