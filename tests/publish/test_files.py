@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -238,10 +239,20 @@ def test_shards_without_an_index_are_all_there_or_refused(tmp_path: Path, name: 
         (folder / lost).write_bytes(data)
 
 
-def test_a_file_that_is_removed_while_it_is_published_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_removed_while_it_is_published_is_read_to_its_end(tmp_path: Path) -> None:
     """As a trainer does that keeps its latest checkpoints alone."""
     save_file(weights(), tmp_path / "w.safetensors")
     saved = SavedTensors(tmp_path / "w.safetensors")
     (tmp_path / "w.safetensors").unlink()
-    with pytest.raises(gw.IncompatibleError, match=r"w.safetensors cannot be read: No such file"):
-        saved.read(saved.layout.spans(0, 1)[0])
+    assert len(saved.read(saved.layout.spans(0, 1)[0])) == saved.layout.spans(0, 1)[0].elements * 2
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(weights(), tmp_path / "w.safetensors")
+
+    def refuse(path: object, flags: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(gw.IncompatibleError, match=r"w.safetensors cannot be read: Permission denied"):
+        SavedTensors(tmp_path / "w.safetensors")

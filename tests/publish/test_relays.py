@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from weight_cases import copies, manifest, nudge, same, weights, zeros
 
@@ -234,6 +235,23 @@ def test_a_relay_removes_files_of_runs_before_from_a_store(tmp_path: Path) -> No
     assert store.num_keys() == 1 + len(listed)
 
 
+@pytest.mark.parametrize("lossy", ["DIANA(compressor=QSGDinf())", "EF21(compressor=TopK(density=0.3))"])
+def test_late_readers_of_a_relay_begin_where_the_rounds_of_a_method_do(lossy: str, tmp_path: Path) -> None:
+    """Patches outweigh the weights early; an anchor between two of the publisher's would lead nowhere."""
+    trained = {"w": torch.randn(3000, generator=torch.Generator().manual_seed(0))}
+    publisher = gw.WeightPublisher(trained, tmp_path / "a", 12, lossy=lossy)
+    relay = gw.WeightSubscriber(zeros(trained), tmp_path / "a", relay=tmp_path / "b", lossy=True)
+    for step in range(30):
+        publisher.publish(step)
+        assert relay.update() == step
+        assert gw.WeightSubscriber(zeros(trained), tmp_path / "b", lossy=True).update() == step
+        trained["w"] += torch.randn(3000, generator=torch.Generator().manual_seed(step))
+        if step == 17:
+            # It begins anew between two anchors, and in a place without files waits for the next one.
+            relay = gw.WeightSubscriber(zeros(trained), tmp_path / "a", relay=tmp_path / "b", lossy=True)
+    assert {stage.step for stage in manifest(tmp_path / "b").stages if stage.kind == "anchor"} == {12, 24}
+
+
 def follow_in_a_group(folder: str, steps: int) -> list[tuple[int | None, bool]]:
     """Rank 0 follows a folder and serves the others; rank 2 serves a folder of its own, too."""
     trained, rank, found = weights(), dist.get_rank(), []
@@ -274,3 +292,59 @@ def test_a_group_is_served_by_its_first_rank(three_ranks: Ranks, tmp_path: Path)
     found = [(stage.kind, stage.step) for stage in manifest(tmp_path / "2").stages]
     patches = [("patch", step) for step in (2, 3, 6, 8, 9)]
     assert found == [("anchor", 0), *patches, ("anchor", 9), ("patch", 12)]
+
+
+def follow_rounds_in_a_group(folder: str, steps: int) -> list[tuple[int | None, bool]]:
+    """Rank 2 loses its weights once, and rank 0 falls behind for several steps, whose patches outweigh the weights."""
+    trained = {"w": torch.randn(3000, generator=torch.Generator().manual_seed(0))}
+    rank, group = dist.get_rank(), dist.group.WORLD
+    publisher = gw.WeightPublisher(trained, folder, 12, lossy="DIANA(compressor=QSGDinf())") if rank == 0 else None
+    served = zeros(trained)
+    where: Any = folder if rank == 0 else group
+    subscriber = gw.WeightSubscriber(served, where, relay=group if rank == 0 else None, lossy=True)
+    found = []
+    for step in range(steps):
+        if publisher is not None:
+            publisher.publish(step)
+        trained["w"] += torch.randn(3000, generator=torch.Generator().manual_seed(step))
+        if 5 <= step < 9:
+            continue
+        if step == 14 and rank == 2:
+            served["w"].zero_()
+        try:
+            found.append(subscriber.update())
+        except gw.PayloadError:
+            found.append(None)
+    return found
+
+
+@pytest.mark.ranks
+def test_ranks_that_lose_their_weights_begin_where_the_rounds_of_a_method_do(
+    three_ranks: Ranks, tmp_path: Path
+) -> None:
+    """After the step at which it was noticed, rank 2 follows step by step again."""
+    source, first, second = three_ranks(follow_rounds_in_a_group, str(tmp_path), 18)
+    assert source == first == [*range(5), *range(9, 18)]
+    assert second == [*range(5), *range(9, 14), None, *range(15, 18)]
+
+
+def follow_many_patches_in_a_group(folder: str) -> tuple[int | None, list[str]]:
+    """Rank 0 has fetched more patches than the weights have bytes."""
+    trained = weights()
+    rank, group = dist.get_rank(), dist.group.WORLD
+    publisher = gw.WeightPublisher(trained, folder, 100) if rank == 0 else None
+    where: Any = folder if rank == 0 else group
+    subscriber = gw.WeightSubscriber(zeros(trained), where, relay=group if rank == 0 else None)
+    for step in range(12):
+        if publisher is not None:
+            publisher.publish(step)
+        nudge(trained, step, density=0.5)
+        if step in (0, 11):
+            subscriber.update()
+    return subscriber.step, [file.name.split()[0] for file in subscriber.applied]
+
+
+@pytest.mark.ranks
+def test_a_group_gets_an_anchor_where_patches_are_longer(three_ranks: Ranks, tmp_path: Path) -> None:
+    _, first, second = three_ranks(follow_many_patches_in_a_group, str(tmp_path))
+    assert first == second == (11, ["anchor"])

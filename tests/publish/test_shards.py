@@ -177,19 +177,28 @@ def refusals(folder: str) -> list[str]:
     other = {"matrix": torch.zeros(3)} if rank == 2 else trained
     expect(gw.GradwireError, lambda: publisher.publish(9, other))
     told.append(str(publisher.publish(10).anchor_bytes == 0))
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 0:
+            patched.setattr("gradwire.publish.publisher.read_manifest", _unreachable)
+        expect(Exception, lambda: gw.WeightPublisher(trained, folder, resume=True))
     return told
+
+
+def _unreachable(place: object) -> None:
+    raise OSError("the place cannot be reached")
 
 
 @pytest.mark.ranks
 def test_what_one_rank_refuses_all_raise(four_ranks: Ranks, tmp_path: Path) -> None:
     told = four_ranks(refusals, str(tmp_path))
-    for rank, (partial, group, alone, steps, layout, patched) in enumerate(told):
+    for rank, (partial, group, alone, steps, layout, patched, resumed) in enumerate(told):
         assert "publish shards and replicas" in partial
         assert "a process group takes whole tensors" in group
         assert "are not the whole tensor" in alone
         assert "ranks publish different steps: [1, 2, 3, 4]" in steps
         assert ("the tensors differ from the first" if rank == 2 else "rank 2 could not read its tensors") in layout
         assert patched == "True"
+        assert ("rank 0 could not read the manifest: OSError: " if rank else "the place cannot be reached") in resumed
 
 
 def train_in_two_dimensions(folder: str) -> tuple[str, int, bool]:

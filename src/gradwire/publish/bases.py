@@ -12,6 +12,7 @@ import torch
 from gradwire.errors import HyperparameterError
 from gradwire.publish.chunks import EncodedChunk, codec_kernels
 from gradwire.publish.container import RAW
+from gradwire.publish.disk import reserve
 from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.weights import Readable
 from gradwire.publish.whole import encode_whole
@@ -38,7 +39,9 @@ class CopiedBase:
             self._octets = torch.from_numpy(np.empty(at, np.uint8))
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._octets = torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(max(at, 1),)))
+            with file.open("w+b") as stream:
+                reserve(stream.fileno(), max(at, 1))
+                self._octets = torch.from_numpy(np.memmap(stream, np.uint8, "r+"))
         self._starts = starts
 
     def read(self, span: BlockSpan) -> torch.Tensor:

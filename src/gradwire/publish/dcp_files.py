@@ -5,6 +5,7 @@ Their metadata is a pickle, which is read as data; tensors are read by ``torch.l
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
@@ -17,6 +18,7 @@ import torch
 
 from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.publish.boxes import TensorBox, covers
+from gradwire.publish.disk import written
 from gradwire.publish.inert_pickles import Built, read_pickle
 from gradwire.publish.layout import BY_DTYPE, BlockSpan, Entry, Layout
 
@@ -120,8 +122,21 @@ class DistributedCheckpoint:
         if not entries:
             raise IncompatibleError(f"{self.path} has no tensors whose names begin with {prefix!r}")
         self.layout = Layout(entries)
+        files = {METADATA, *(place.file for chunks in self._chunks.values() for _, place in chunks)}
+        self._before = {file: self._written(file) for file in files}
         self._kept: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
+
+    def _written(self, file: str) -> tuple[int, ...] | None:
+        # A file that is missing is named when it is read.
+        with contextlib.suppress(OSError):
+            return written(self.path / file)
+        return None
+
+    def check_unchanged(self) -> None:
+        for file, before in self._before.items():
+            if self._written(file) != before:
+                raise IncompatibleError(f"{self.path / file} was written to while it was read: publish it again")
 
     def read(self, span: BlockSpan) -> torch.Tensor:
         entry, kind = self.layout.entries[span.tensor], span.kind

@@ -176,14 +176,18 @@ class Following:
     def settle(self) -> None:
         """Make what was written the weights, unless writing was interrupted.
 
+        If it raises, nothing is known of the weights, and the next update begins with what they hold.
+
         Raises:
             IncompatibleError: tensors that share memory cannot hold what was written.
         """
         if all(held.sums is not None for held in self.parts.values()):
             try:
                 self.weights.commit()
-            except IncompatibleError:
+            except BaseException:
+                # Some tensors may have been written, and others not.
                 self.forget()
+                self.weights.abandon()
                 raise
         else:
             self.weights.abandon()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.publish.container import Octets
+from gradwire.publish.disk import partial_of, put_in_place, remove_partials, removed_on_error, reserve
 from gradwire.publish.layout import BlockSpan, Layout
-from gradwire.publish.safetensor_files import header_of, read_places, sync
+from gradwire.publish.safetensor_files import header_of, read_places
 
 PIECE_BYTES = 1 << 24
 """Bytes that are taken over from the old file at a time."""
@@ -33,7 +35,9 @@ class FollowingFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = Path(path)
         self.path = given if given.suffix == ".safetensors" else given / "model.safetensors"
-        self._partial = self.path.with_name(f".{self.path.name}.partial")
+        remove_partials(self.path)
+        # A service that is replaced may still write the same file while its successor begins.
+        self._partial = partial_of(self.path)
         self._old: BinaryIO | None = None
         self._mapped: Octets | None = None
         self._writing: BinaryIO | None = None
@@ -94,8 +98,9 @@ class FollowingFile:
     def _begin(self, layout: Layout, size: int, whole: bool) -> None:
         same = self._layout is not None and self._layout.digest == layout.digest
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._writing = self._partial.open("w+b")
-        self._writing.truncate(size)
+        with removed_on_error(self._partial):
+            self._writing = self._partial.open("w+b")
+            reserve(self._writing.fileno(), size)
         self._new = np.memmap(self._writing, np.uint8, "r+")
         if self._mapped is not None and same and not whole:
             pieces = [range(-(-entry.nbytes // PIECE_BYTES)) for entry in layout.entries]
@@ -137,7 +142,8 @@ class FollowingFile:
 
     def abandon(self) -> None:
         self._new = None
-        self._partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
         self._load()
 
     def commit(self) -> None:
@@ -148,10 +154,8 @@ class FollowingFile:
                 self._take_over(tensor, range(piece, piece + 1))
         if isinstance(self._new, np.memmap):
             self._new.flush()
+        put_in_place(self._partial, self.path)
         self._new = None
-        sync(self._partial)
-        os.replace(self._partial, self.path)
-        sync(self.path.parent)
         self._load()
 
 

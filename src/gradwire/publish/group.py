@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import PayloadError
+from gradwire.errors import ExchangeError, PayloadError
 from gradwire.publish.container import Octets, view_of
 
 SOURCE = 0
 """Rank that publishes, in the group."""
 
-_PART_BYTES, _MOST_FILES = 1 << 26, 1 << 10
+_PART_BYTES = 1 << 26
+MOST_FILES = 1 << 10
+"""Files that are broadcast for one step at most."""
 
 
 def is_group(where: object) -> bool:
@@ -32,6 +35,9 @@ class GroupChannel:
 
     Args:
         group: The process group, on a backend that serves CPU tensors.
+
+    Raises:
+        ExchangeError: by each method: another rank has ended, or hangs.
     """
 
     def __init__(self, group: Any) -> None:
@@ -46,36 +52,50 @@ class GroupChannel:
     def wants_anchor(self, own: bool) -> bool:
         """Return whether any rank needs an anchor."""
         flag = torch.tensor([int(own)], device="cpu")
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        with _calls():
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
     def send(self, files: Sequence[Sequence[Octets | bytes]]) -> None:
         """Broadcast files, each in pieces."""
-        dist.broadcast(torch.tensor([len(files)], device="cpu"), self._source, group=self._group)
+        self._broadcast(torch.tensor([len(files)], device="cpu"))
         for pieces in files:
             whole = torch.from_numpy(np.concatenate([np.frombuffer(view_of(piece), np.uint8) for piece in pieces]))
-            dist.broadcast(torch.tensor([len(whole)], device="cpu"), self._source, group=self._group)
+            self._broadcast(torch.tensor([len(whole)], device="cpu"))
             for begin in range(0, len(whole), _PART_BYTES):
-                dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
+                self._broadcast(whole[begin : begin + _PART_BYTES])
 
-    def receive(self, most_bytes: int) -> list[Octets]:
-        """Receive the files that rank 0 broadcasts.
+    def receive(self, most_bytes: int) -> Iterator[Octets]:
+        """Receive the files that rank 0 broadcasts, one after the other; all are to be taken, also unwanted ones.
+
+        Args:
+            most_bytes: Most bytes of a file.
 
         Raises:
-            PayloadError: it announces more than ``most_bytes``.
+            PayloadError: it announces a file of more bytes.
         """
-        files, left = list[Octets](), most_bytes
-        for _ in range(self._count("files", _MOST_FILES)):
-            whole = torch.empty(self._count("bytes", left), dtype=torch.uint8, device="cpu")
-            left -= len(whole)
+        for _ in range(self._count("files", MOST_FILES)):
+            whole = torch.empty(self._count("bytes", most_bytes), dtype=torch.uint8, device="cpu")
             for begin in range(0, len(whole), _PART_BYTES):
-                dist.broadcast(whole[begin : begin + _PART_BYTES], self._source, group=self._group)
-            files.append(whole.numpy())
-        return files
+                self._broadcast(whole[begin : begin + _PART_BYTES])
+            yield whole.numpy()
+
+    def _broadcast(self, data: torch.Tensor) -> None:
+        with _calls():
+            dist.broadcast(data, self._source, group=self._group)
 
     def _count(self, what: str, most: int) -> int:
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        dist.broadcast(length, self._source, group=self._group)
+        self._broadcast(length)
         if not 0 <= int(length) <= most:
             raise PayloadError(f"rank {SOURCE} announces {int(length)} {what}, more than {most}")
         return int(length)
+
+
+@contextlib.contextmanager
+def _calls() -> Iterator[None]:
+    """Raise errors of the backend as those of an exchange."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(f"a rank that publishes or follows weights has ended, or hangs: {error}") from error

@@ -9,13 +9,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from gradwire.errors import PayloadError
+from gradwire.errors import HyperparameterError, PayloadError
 from gradwire.publish.container import ANCHOR, NO_STEP, PATCH, Octets, PatchHead, digest_of
+from gradwire.publish.disk import is_partial
 from gradwire.publish.stores import Place
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26
 _FORMAT, _VERSION, _SHARDED_VERSION = "gradwire-weights", 1, 2
+_ROW_BYTES = 320
+"""Bytes of a file's row at most, but for steps of more than twelve digits."""
+
 MAX_PARTS = 1 << 16
 MAX_SPEC = 1000
 """Characters of the spec of a method."""
@@ -211,6 +215,21 @@ class Manifest:
         return replace(self, files=(*self.files, *files))
 
 
+def check_length(parts: int, anchor_every: int, keep_anchors: int) -> None:
+    """Refuse settings by which a manifest would grow longer than readers accept.
+
+    Raises:
+        HyperparameterError: they are such.
+    """
+    files = parts * keep_anchors * (anchor_every + 1)
+    most = MAX_MANIFEST_BYTES // _ROW_BYTES
+    if files > most:
+        raise HyperparameterError(
+            f"anchor_every={anchor_every} and keep_anchors={keep_anchors} with {parts} parts make a manifest of up to "
+            f"{files} files, and readers accept {most}: write anchors more often, or keep fewer"
+        )
+
+
 def read_manifest(place: Place, attempts: int = 1) -> Manifest | None:
     """Return the manifest of a place; None if there is none.
 
@@ -245,7 +264,7 @@ def remove_unlisted(place: Place, manifest: Manifest, before: Iterable[str] = ()
         manifest: The manifest that was written.
         before: Names of files that were listed before it, for places that cannot list their files.
     """
-    stale = {*before, *(name for name in place.names() if name.endswith((".gww", ".gww.partial")))}
+    stale = {*before, *(name for name in place.names() if _is_own(name))}
     for name in sorted(stale - {file.name for file in manifest.files}):
         with contextlib.suppress(OSError):
             place.remove(name)
@@ -267,6 +286,11 @@ def _file(row: dict[str, object], sharded: bool) -> PublishedFile:
         _hex(row["state"]),
         _count(row["part"]) if sharded else 0,
     )
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a publisher has written a file of this name, or begun to."""
+    return name.endswith(".gww") or (is_partial(name) and (".gww." in name or MANIFEST in name))
 
 
 def _plain(name: str) -> bool:

@@ -23,7 +23,8 @@ from gradwire.publish.encoder import File, StepEncoder
 from gradwire.publish.group import GroupChannel, is_group
 from gradwire.publish.layout import Layout
 from gradwire.publish.lossy import LossyPatches, lossy_spec
-from gradwire.publish.manifest import MANIFEST, Manifest, PublishedFile, read_manifest, remove_unlisted
+from gradwire.publish.manifest import MANIFEST, Manifest, PublishedFile, check_length, read_manifest, remove_unlisted
+from gradwire.publish.ownership import check_owner, files_before
 from gradwire.publish.part_ranks import Alone, GroupRanks, PartRanks, any_of, together
 from gradwire.publish.shards import CutTensors, is_shard, own_pieces, parts_of
 from gradwire.publish.stores import Place, open_place
@@ -141,7 +142,8 @@ class WeightPublisher:
         self._channel = GroupChannel(where) if is_group(where) else None
         if self._channel and self._cut:
             raise IncompatibleError("a process group takes whole tensors: publish pieces to a folder, a URL or a store")
-        self._place = None if self._channel else open_place(where)
+        with together(self._ranks, "open its place"):
+            self._place = None if self._channel else open_place(where)
         self._anchor_every, self._keep_anchors = anchor_every, keep_anchors
         with together(self._ranks, "read its tensors"):
             weights = self._readable(tensors)
@@ -152,6 +154,7 @@ class WeightPublisher:
             raise HyperparameterError('base="sums" has no copy of what readers hold, which lossy= compares with')
         run = self._ranks.gather(secrets.token_bytes(16))[0]
         parts, part = parts_of(self._ranks, layout, self._cut)
+        check_length(len(parts), anchor_every, keep_anchors)
         self._encoder: StepEncoder | None = None
         with together(self._ranks, "open its base"):
             if layout is not None:
@@ -216,8 +219,14 @@ class WeightPublisher:
         self._chained = False
         self._since_anchor += 1
         exact = due or self._since_anchor >= self._anchor_every
-        with together(self._ranks, f"encode its part of step {step}"):
-            patch, anchor, changed = self._encode(step, weights, chained, due, exact)
+        try:
+            with together(self._ranks, f"encode its part of step {step}"):
+                patch, anchor, changed = self._encode(step, weights, chained, due, exact)
+        except Exception:
+            if self._channel is not None:
+                # The other ranks wait for this step, and get no file of it.
+                self._channel.send([])
+            raise
         encoded = time.perf_counter()
         if chained:
             self._step, self._changed = step, changed
@@ -288,10 +297,11 @@ class WeightPublisher:
     def _resume(self, place: Place, weights: Readable | None) -> None:
         """Go on with the run in the place, if its latest weights are these."""
         data = b""
-        if self._ranks.rank == 0:
-            with contextlib.suppress(PayloadError):
-                manifest = read_manifest(place)
-                data = b"" if manifest is None else manifest.pack()
+        with together(self._ranks, "read the manifest"):
+            if self._ranks.rank == 0:
+                with contextlib.suppress(PayloadError):
+                    manifest = read_manifest(place)
+                    data = b"" if manifest is None else manifest.pack()
         data = self._ranks.gather(data)[0]
         if not data:
             return
@@ -304,9 +314,11 @@ class WeightPublisher:
         ):
             return
         same = True
-        if self._encoder is not None and weights is not None:
-            digests = {file.part: file.state for file in manifest.stages[-1].files}
-            same = self._encoder.resume(weights) == digests[self._encoder.part or 0]
+        with together(self._ranks, "compare its tensors with the latest step"):
+            if self._encoder is not None and weights is not None:
+                digests = {file.part: file.state for file in manifest.stages[-1].files}
+                same = self._encoder.resume(weights) == digests[self._encoder.part or 0]
+                weights.check_unchanged()
         if any_of(self._ranks, not same):
             return
         if self._encoder is not None:
@@ -330,7 +342,9 @@ class WeightPublisher:
             patch, changed = encoder.patch(step, self._step, weights, exact=exact)
         else:
             encoder.fill(weights)
-        return patch, encoder.anchor(step, weights.read) if due else None, changed
+        anchor = encoder.anchor(step, weights.read) if due else None
+        weights.check_unchanged()
+        return patch, anchor, changed
 
     def _send(self, step: int, patch: File | None, anchor: File | None, changed: int) -> list[int]:
         """Write what was not written yet, then the manifest; remove what it names no longer.
@@ -343,7 +357,7 @@ class WeightPublisher:
             return [0, 0, 0]
         with together(ranks, f"write its part of step {step}"):
             if self._claimed and ranks.rank == 0:
-                self._check_owner(place)
+                check_owner(place, self._manifest, self._latest)
             for number, ((file, pieces), written) in enumerate(self._pending):
                 if not written:
                     place.write(file.name, pieces)
@@ -361,7 +375,7 @@ class WeightPublisher:
         with together(ranks, "replace the manifest"):
             if ranks.rank == 0:
                 if not self._claimed:
-                    self._former |= _listed(place)
+                    self._former |= files_before(place)
                 self._latest.add(manifest.files[-1])
                 place.write(MANIFEST, [manifest.pack()])
                 remove_unlisted(place, manifest, {*self._former, *(file.name for file in whole.files)})
@@ -369,29 +383,6 @@ class WeightPublisher:
         self._latest, self._former = {manifest.files[-1]}, set()
         self._pending.clear()
         return [sum(numbers) for numbers in zip(*(row["sizes"] for row in rows))]
-
-    def _check_owner(self, place: Place) -> None:
-        """Refuse to write where another publisher has begun."""
-        manifest = read_manifest(place)
-        remedy = "give each publisher a place of its own, or end one of them"
-        if manifest is not None and manifest.run != self.run:
-            raise ExchangeError(
-                f"run {manifest.run[:8]} has taken over {place}, where run {self.run[:8]} published: {remedy}"
-            )
-        # A cache may serve an older manifest for a while.
-        if manifest is not None and manifest.step >= self._manifest.step and manifest.files[-1] not in self._latest:
-            raise ExchangeError(
-                f"another publisher has gone on with run {self.run[:8]} in {place}, to step {manifest.step}: {remedy}"
-            )
-
-
-def _listed(place: Place) -> set[str]:
-    """Return the names of the files that are listed in a place before a publisher's first manifest."""
-    # They are read for being removed, which is no reason to fail.
-    with contextlib.suppress(PayloadError, OSError):
-        manifest = read_manifest(place)
-        return {file.name for file in manifest.files} if manifest else set()
-    return set()
 
 
 def _is_sharded(tensors: Weights) -> bool:

@@ -10,9 +10,10 @@ from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.publish.container import Octets
 from gradwire.publish.encoder import StepEncoder
 from gradwire.publish.following import Following
-from gradwire.publish.group import GroupChannel, is_group
+from gradwire.publish.group import MOST_FILES, GroupChannel, is_group
 from gradwire.publish.manifest import MANIFEST, Manifest, StepFiles, read_manifest, remove_unlisted
 from gradwire.publish.stores import Place, open_place
+from gradwire.publish.ways import rests_on_rounds
 
 _MOST_PATCHES = 100
 """Patches from one anchor to the next, where the publisher's own anchors are not seen."""
@@ -25,8 +26,10 @@ class PlaceRelay:
     """Serves the readers of a folder, a URL or a store.
 
     Patches are passed on as they came. Anchors need not come: they are encoded from the weights at hand, at the steps
-    at which the publisher has one, and where the place has no files that lead to the first patch. What comes a second
-    time, since this process was restarted or the weights were fetched anew, is in the place already, and is left out.
+    at which the publisher has one, where the place has no files that lead to the first patch, and after as many patches
+    as the weights have bytes. If patches are rounded by a method that remembers what it sent, readers can begin at the
+    publisher's anchors alone, and only these steps have one here. What comes a second time, since this process was
+    restarted or the weights were fetched anew, is in the place already, and is left out.
 
     Args:
         place: The place.
@@ -54,13 +57,14 @@ class PlaceRelay:
         latest = self._latest()
         if latest is not None and _place_of(stage) <= _place_of(latest):
             return
+        may_begin = _may_begin(source, stage.step)
         if stage.kind == "patch" and (latest is None or stage.base_states != latest.states):
             # Nothing here leads to the patch: begin with the weights that it led to.
-            self.anchor(held)
+            if may_begin:
+                self.anchor(held)
             return
         self._take(stage, data)
-        anchored = any(other.kind == "anchor" and other.step == stage.step for other in source.stages)
-        if stage.kind == "patch" and (anchored or self._overdue(source)):
+        if stage.kind == "patch" and may_begin and (_is_anchored(source, stage.step) or self._overdue(source)):
             self.anchor(held)
 
     def anchor(self, held: Following) -> None:
@@ -109,7 +113,7 @@ class PlaceRelay:
             # The publisher has gone back, such as to a copy of its place: what it published since is of no use.
             self._begin(source)
             latest = None
-        if latest is None or latest.states != held.states:
+        if (latest is None or latest.states != held.states) and _may_begin(source, step):
             self.anchor(held)
 
     def _is_of_another_run(self, source: Manifest) -> bool:
@@ -147,6 +151,16 @@ class PlaceRelay:
         return patches >= _MOST_PATCHES or nbytes > source.nbytes
 
 
+def _is_anchored(source: Manifest, step: int) -> bool:
+    """Return whether the publisher has an anchor of a step."""
+    return any(stage.kind == "anchor" and stage.step == step for stage in source.stages)
+
+
+def _may_begin(source: Manifest, step: int) -> bool:
+    """Return whether readers can follow on an anchor of a step: rounds of a method begin at the publisher's own."""
+    return not rests_on_rounds(source) or _is_anchored(source, step)
+
+
 def _place_of(stage: StepFiles) -> tuple[int, bool]:
     """Return a stage's place in the order of a manifest: an anchor comes after the patch of its step."""
     return stage.step, stage.kind == "anchor"
@@ -168,24 +182,42 @@ class GroupRelay:
             raise IncompatibleError("relay= to a process group is for its rank 0; the other ranks have it as where")
         self._channel, self._threads = channel, threads
         self._pending: list[Sequence[Octets | bytes]] = []
+        self._waiting = 0
+        # Where rounds of a method begin at the publisher's anchors: the last one and all patches since.
+        self._since_anchor: list[Sequence[Octets | bytes]] = []
 
     def add(self, source: Manifest, held: Following, stage: StepFiles, data: Files) -> None:
         """Take files that have just been written to the weights at hand."""
         if source.sharded or held.sliced:
             raise IncompatibleError("a process group takes whole tensors: relay pieces to a folder, a URL or a store")
         self._pending += data
+        self._waiting += sum(file.nbytes for file in stage.files)
+        if not rests_on_rounds(source):
+            self._since_anchor = []
+        elif stage.kind == "anchor":
+            self._since_anchor = list(data)
+        elif _is_anchored(source, stage.step):
+            # The weights change before they are broadcast: what waits is a copy.
+            self._since_anchor = [[bytes(piece) for piece in pieces] for pieces in self._anchor(held)]
+        elif self._since_anchor:
+            self._since_anchor += data
 
     def flush(self, source: Manifest | None, held: Following) -> None:
-        """Broadcast what has been taken, or an anchor if a rank needs one."""
+        """Broadcast what has been taken, or what a rank can begin with if one needs it, or if that is shorter."""
         whole = self._channel.wants_anchor(False)
-        files, self._pending = self._pending, []
-        weights = held.parts.get(0)
-        if whole:
-            files = []
-            if weights is not None and weights.layout is not None and held.run is not None and held.step is not None:
-                encoder = StepEncoder(weights.layout, None, held.run, self._threads)
-                files = [encoder.anchor(held.step, weights.weights.read)[1]]
+        files = self._pending
+        if whole or self._waiting > (source.nbytes if source else 0) or len(files) > MOST_FILES:
+            files = self._since_anchor if 0 < len(self._since_anchor) <= MOST_FILES else self._anchor(held)
+        self._pending, self._waiting = [], 0
         self._channel.send(files)
+
+    def _anchor(self, held: Following) -> list[Sequence[Octets | bytes]]:
+        """Encode the weights at hand as an anchor, if they are of a known step."""
+        weights = held.parts.get(0)
+        if weights is None or weights.layout is None or held.run is None or held.step is None:
+            return []
+        encoder = StepEncoder(weights.layout, None, held.run, self._threads)
+        return [encoder.anchor(held.step, weights.weights.read)[1]]
 
 
 def open_relay(where: object, threads: int) -> PlaceRelay | GroupRelay | None:

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire.errors import IncompatibleError
 from gradwire.publish.layout import BY_NAME, Entry, Layout
 
+_METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<shards>\d+)(?P<rest>.*)\.safetensors")
 """Name of a file of a checkpoint in several files, such as model-00001-of-00004.safetensors."""
@@ -26,15 +27,19 @@ class TensorPlace:
     offset: int
 
 
-def read_places(file: Path) -> dict[Entry, TensorPlace]:
+def read_places(file: Path, handle: int | None = None) -> dict[Entry, TensorPlace]:
     """Read the header of a file: the tensors, and where their bytes lie.
+
+    Args:
+        file: The file.
+        handle: The file, opened and not read yet; None: open it.
 
     Raises:
         IncompatibleError: it is not a complete safetensors file, has a type that is not known here, or cannot be read.
     """
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open(file if handle is None else handle, "rb", closefd=handle is None) as stream:
+            size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if length > min(size - 8, _MAX_HEADER_BYTES):
@@ -44,7 +49,7 @@ def read_places(file: Path) -> dict[Entry, TensorPlace]:
         raise IncompatibleError(f"{file} cannot be read: {error.strerror or error}") from error
     try:
         header = json.loads(text)
-        rows = [(name, row) for name, row in header.items() if name != "__metadata__"]
+        rows = [(name, row) for name, row in header.items() if name != _METADATA]
         found = {
             Entry(name, BY_NAME[row["dtype"]], tuple(map(int, row["shape"]))): tuple(map(int, row["data_offsets"]))
             for name, row in rows
@@ -59,16 +64,16 @@ def read_places(file: Path) -> dict[Entry, TensorPlace]:
     return {entry: TensorPlace(file, 8 + length + begin) for entry, (begin, _) in found.items()}
 
 
-def read_all_places(files: Sequence[Path]) -> dict[Entry, TensorPlace]:
-    """Read the headers of files that are one model.
+def read_all_places(files: Mapping[Path, int]) -> dict[Entry, TensorPlace]:
+    """Read the headers of opened files that are one model.
 
     Raises:
         IncompatibleError: a file is not complete or cannot be read, or two files have a tensor of the same name.
     """
     places: dict[Entry, TensorPlace] = {}
     owners: dict[str, Path] = {}
-    for file in files:
-        for entry, place in read_places(file).items():
+    for file, handle in files.items():
+        for entry, place in read_places(file, handle).items():
             other = owners.setdefault(entry.name, file)
             if other != file:
                 raise IncompatibleError(
@@ -128,12 +133,18 @@ def _check_shards(path: Path, names: Iterable[str]) -> None:
 
 
 def header_of(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Return the first bytes of a file with a layout, and the place of each tensor in the file."""
-    rows: dict[str, object] = {"__metadata__": dict(metadata)}
+    """Return the first bytes of a file with a layout, and the place of each tensor in the file.
+
+    Raises:
+        IncompatibleError: a tensor has the name of the file's metadata.
+    """
+    rows: dict[str, object] = {_METADATA: dict(metadata)}
     at, offsets = 0, []
     # In the order of their widths, so that every tensor is aligned to its elements.
     for number in sorted(range(len(layout.entries)), key=lambda i: -layout.entries[i].kind.width):
         entry = layout.entries[number]
+        if entry.name == _METADATA:
+            raise IncompatibleError(f"a tensor called {_METADATA!r} cannot be in a safetensors file")
         rows[entry.name] = {
             "dtype": entry.kind.name, "shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]
         }  # fmt: skip
@@ -143,12 +154,3 @@ def header_of(layout: Layout, metadata: Mapping[str, str]) -> tuple[bytes, list[
     text += b" " * (-len(text) % 8)
     start = struct.pack("<Q", len(text)) + text
     return start, [len(start) + offset for _, offset in sorted(offsets)]
-
-
-def sync(path: Path) -> None:
-    """Have the operating system write a file or folder to its disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -82,8 +82,14 @@ def local_tensors(weights: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, 
     """
     tensors = named_tensors(weights, sharded=True)
     boxes = {name: box_of(name, tensor) for name, tensor in tensors.items()}
-    local = {name: t.detach().to_local() if is_shard(t) else t for name, t in tensors.items()}  # type: ignore[attr-defined]
-    return local, boxes
+    return local_of(tensors), boxes
+
+
+def local_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that this rank holds; the same objects as long as nothing has replaced them."""
+    # With gradients, a DTensor would return another view at each call.
+    with torch.no_grad():
+        return {name: t.to_local() if is_shard(t) else t for name, t in tensors.items()}  # type: ignore[attr-defined]
 
 
 def own_pieces(weights: Tensors, strips: Strips, rank: int, dtype: torch.dtype | None) -> LiveTensors | None:
@@ -146,6 +152,9 @@ class CutTensors:
         by_label = {piece.label: piece for piece in pieces}
         self._pieces = [by_label[entry.name] for entry in self.layout.entries]
         self._tensors = [entries[piece.name][0] for piece in self._pieces]
+
+    def check_unchanged(self) -> None:
+        self._whole.check_unchanged()
 
     def read(self, span: BlockSpan) -> torch.Tensor:
         piece, tensor, kind = self._pieces[span.tensor], self._tensors[span.tensor], span.kind

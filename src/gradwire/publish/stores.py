@@ -14,7 +14,7 @@ import numpy as np
 
 from gradwire.errors import BackendError, GradwireError, IncompatibleError, PayloadError
 from gradwire.publish.container import Octets, view_of
-from gradwire.publish.safetensor_files import sync
+from gradwire.publish.disk import partial_of, put_in_place, removed_on_error
 
 PIECE_BYTES = 1 << 22
 """Bytes of a value in a store of torch.distributed at most, beside its head."""
@@ -69,18 +69,17 @@ class FolderPlace:
 
     def write(self, name: str, pieces: Sequence[Octets | bytes]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        partial = self.path / f".{name}.partial"
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            for piece in pieces:
-                view = view_of(piece).cast("B")
-                while view:
-                    view = view[os.write(handle, view) :]
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        os.replace(partial, self.path / name)
-        sync(self.path)
+        partial = partial_of(self.path / name)
+        with removed_on_error(partial):
+            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                for piece in pieces:
+                    view = view_of(piece).cast("B")
+                    while view:
+                        view = view[os.write(handle, view) :]
+            finally:
+                os.close(handle)
+            put_in_place(partial, self.path / name)
 
     def read(self, name: str, most_bytes: int) -> Octets:
         file = self.path / name

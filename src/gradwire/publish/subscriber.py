@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,12 +18,12 @@ from gradwire.publish.following import Following
 from gradwire.publish.following_file import FollowingFile
 from gradwire.publish.group import GroupChannel, is_group
 from gradwire.publish.layout import MAX_LAYOUT_BYTES, Layout
-from gradwire.publish.lossy import keeps_state
 from gradwire.publish.manifest import Manifest, PublishedFile, StepFiles, read_manifest
 from gradwire.publish.relay import open_relay
-from gradwire.publish.shards import check_slices, local_tensors
+from gradwire.publish.shards import check_slices, local_of, local_tensors
 from gradwire.publish.stores import Place, open_place
-from gradwire.publish.weights import LiveTensors, Weights
+from gradwire.publish.ways import shortest_way
+from gradwire.publish.weights import LiveTensors, Weights, named_tensors
 
 STAGING = "staging"
 _ATTEMPTS = 3
@@ -111,6 +111,7 @@ class WeightSubscriber:
         if threads is not None and threads < 1:
             raise HyperparameterError(f"threads={threads}: it is at least 1")
         slices = slices or {}
+        self._module = tensors if isinstance(tensors, torch.nn.Module) else None
         if isinstance(tensors, str | os.PathLike):
             if slices:
                 raise IncompatibleError("slices: a file has whole tensors")
@@ -161,12 +162,14 @@ class WeightSubscriber:
 
         Raises:
             PayloadError: a file was refused, or the tensors have been changed by something else.
-            IncompatibleError: the published weights have other names, types or shapes; tensors share memory, and cannot
-                hold the published values; or ``into="staging"`` was given for weights in a file.
+            IncompatibleError: the published weights have other names, types or shapes, or the module has by now;
+                tensors share memory, and cannot hold the published values; or ``into="staging"`` was given for weights
+                in a file.
             HyperparameterError: ``into`` is neither None nor "staging".
         """
         if into not in (None, STAGING):
             raise HyperparameterError(f'into={into!r}: it is None or "{STAGING}"')
+        self._take_tensors()
         held = self._held
         if into == STAGING:
             held = self._staging()
@@ -207,6 +210,7 @@ class WeightSubscriber:
         """
         if self._staged is None or self._staged.step is None:
             raise HyperparameterError('there are no staged weights: call update(into="staging") first')
+        self._take_tensors()
         live, staged = self._held.weights, self._staged.weights
         # Until all is copied, the tensors are of no step.
         self._held.forget()
@@ -229,6 +233,7 @@ class WeightSubscriber:
             IncompatibleError: the weights have other names, types or shapes.
         """
         octets = data if isinstance(data, np.ndarray) else np.frombuffer(bytearray(data), np.uint8)
+        self._take_tensors()
         held = self._held.only
         if held.sums is None:
             held.identify(self._threads)
@@ -241,6 +246,18 @@ class WeightSubscriber:
         finally:
             self._held.settle()
         return head.step
+
+    def _take_tensors(self) -> None:
+        """Take the tensors that the module has by now.
+
+        Methods such as ``Module.to`` and ``load_state_dict(assign=True)`` give a module other ones, which hold what
+        those before held, or something else.
+        """
+        live = self._held.weights
+        if self._module is None or not isinstance(live, LiveTensors):
+            return
+        if live.take(local_of(named_tensors(self._module, sharded=True))):
+            self._held.forget()
 
     def _staging(self) -> Following:
         live = self._held.weights
@@ -257,8 +274,19 @@ class WeightSubscriber:
         if layout is None:
             raise IncompatibleError("weights in files follow a folder, a URL or a store, not a process group")
         channel.wants_anchor(full or held.sums is None)
-        began = time.perf_counter()
-        for data in channel.receive(2 * layout.nbytes + MAX_LAYOUT_BYTES):
+        files = channel.receive(2 * layout.nbytes + MAX_LAYOUT_BYTES)
+        try:
+            self._write_received(files, following, layout, applied)
+        finally:
+            # What rank 0 has announced it sends, also if a file before was refused.
+            for _ in files:
+                pass
+
+    def _write_received(
+        self, files: Iterable[Octets], following: Following, layout: Layout, applied: list[AppliedFile]
+    ) -> None:
+        held, began = following.only, time.perf_counter()
+        for data in files:
             fetched = time.perf_counter()
             try:
                 head = read_head(data)
@@ -292,7 +320,7 @@ class WeightSubscriber:
             # A cache between here and the publisher may serve an older manifest for a while.
             return
         self._source = manifest
-        for stage in self._way(held, manifest, full):
+        for stage in shortest_way(held, manifest, self._refused, full):
             try:
                 data = self._write(place, held, stage, applied)
             except (PayloadError, FileNotFoundError):
@@ -314,47 +342,6 @@ class WeightSubscriber:
             if stage.kind == "anchor":
                 return anchor_layout(fetch_head(place, stage.files[part]))
         raise PayloadError("the manifest lists no anchor; the next one will mend it")
-
-    def _way(self, held: Following, manifest: Manifest, full: bool) -> Sequence[StepFiles]:
-        """Return the files that lead to the latest step with the fewest bytes; avoid those that were refused."""
-        stages = [stage.of_parts(held.parts) for stage in manifest.stages]
-        latest, states = stages[-1].states, held.states
-        if states == latest and not full:
-            held.claim(bytes.fromhex(manifest.run), manifest.step)
-            return ()
-        ways = [
-            self._chain(stages[place + 1 :], stage.states, [stage])
-            for place, stage in enumerate(stages)
-            if stage.kind == "anchor"
-        ]
-        # Without the patches before, what a method remembers of them is missing.
-        lacking = held.recognised and bool(manifest.lossy) and keeps_state(manifest.lossy)
-        # Weights of another run may have the bytes of a step of this one; its patches are refused all the same.
-        foreign = held.run is not None and held.run.hex() != manifest.run
-        if states is not None and not full and not lacking and not foreign:
-            ways.append(self._chain(stages, states, []))
-        complete = [way for way in ways if way and way[-1].states == latest]
-        if not complete:
-            raise PayloadError(
-                f"no files lead from step {held.step} to step {manifest.step}: the manifest lists "
-                f"{len(manifest.files)}, none an anchor from which patches follow on one another; the next anchor will "
-                "mend it"
-            )
-
-        def cost(way: Sequence[StepFiles]) -> tuple[bool, int]:
-            files = [file for stage in way for file in stage.files]
-            return any(file.digest in self._refused for file in files), sum(file.nbytes for file in files)
-
-        return min(complete, key=cost)
-
-    @staticmethod
-    def _chain(stages: Sequence[StepFiles], states: tuple[str, ...], way: list[StepFiles]) -> list[StepFiles]:
-        """Append to a way the patches that lead from states of the parts onwards."""
-        for stage in stages:
-            if stage.kind == "patch" and stage.base_states == states:
-                way.append(stage)
-                states = stage.states
-        return way
 
     def _write(self, place: Place, held: Following, stage: StepFiles, applied: list[AppliedFile]) -> list[Octets]:
         """Fetch the files of all parts of a step, check all of them, then write them; return them."""

@@ -13,6 +13,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.publish.dcp_files import DistributedCheckpoint, is_dcp
+from gradwire.publish.disk import OpenFiles
 from gradwire.publish.following_file import FollowingFile
 from gradwire.publish.layout import BY_DTYPE, BlockSpan, Entry, Layout
 from gradwire.publish.safetensor_files import files_of, read_all_places
@@ -31,6 +32,14 @@ class Readable(Protocol):
 
     def read(self, span: BlockSpan) -> torch.Tensor:
         """Return the bytes of a span (uint8); they may be the weights' own memory."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Refuse files that something else has written to since they were opened.
+
+        Raises:
+            IncompatibleError: it has.
+        """
         ...
 
 
@@ -89,12 +98,8 @@ def named_tensors(weights: Tensors, sharded: bool = False) -> dict[str, torch.Te
         IncompatibleError: a tensor is sharded, sparse, quantised or of a type without a code, or there is none.
     """
     if isinstance(weights, torch.nn.Module):
-        module = weights
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            module = module.module
-        module = getattr(module, "_orig_mod", module)
         seen, found = set[int](), dict[str, torch.Tensor]()
-        for name, tensor in module.state_dict(keep_vars=True).items():
+        for name, tensor in _unwrapped(weights).state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
                 seen.add(id(tensor))
                 found[name] = tensor
@@ -105,12 +110,24 @@ def named_tensors(weights: Tensors, sharded: bool = False) -> dict[str, torch.Te
     for name, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
             raise IncompatibleError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise IncompatibleError(f"the name {name!r} is no text: it has a half of a surrogate pair")
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         if not plain and not (sharded and hasattr(tensor, "to_local")):
             raise IncompatibleError(f"{name!r} is a {type(tensor).__name__}: pass plain tensors or DTensors")
         if tensor.dtype not in BY_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
             raise IncompatibleError(f"{name!r} is {tensor.dtype}, {tensor.layout} on {tensor.device}: not supported")
     return found
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module within DDP, a compiled module, or one in the other."""
+    while True:
+        inner = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
+        inner = getattr(inner, "_orig_mod", inner)
+        if inner is module:
+            return module
+        module = inner
 
 
 def _entry(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Entry:
@@ -123,6 +140,16 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     # A complex number, too, is viewed as bytes.
     return flat.view(torch.uint8)
+
+
+def _is_resolved(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory has its values, and not those before a conjugation or a change of sign."""
+    return not tensor.is_conj() and not tensor.is_neg()
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor whose memory has the values."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
@@ -169,11 +196,28 @@ class LiveTensors:
         self._shared: dict[int, tuple[int, ...]] | None = None
         self._lock = threading.Lock()
 
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Go on with the tensors of these names; return whether any is another object than before.
+
+        Raises:
+            IncompatibleError: they have another layout.
+        """
+        now = [tensors.get(entry.name) for entry in self.layout.entries]
+        if len(now) == len(tensors) and all(new is old for new, old in zip(now, self._tensors)):
+            return False
+        layout = Layout(_entry(name, tensor) for name, tensor in tensors.items())
+        if layout.digest != self.layout.digest:
+            raise IncompatibleError(
+                f"the tensors differ from those that the subscriber was given: {layout.difference(self.layout)}; "
+                "build another subscriber for them"
+            )
+        self._tensors = [tensors[entry.name] for entry in self.layout.entries]
+        return True
+
     def _direct(self, number: int) -> bool:
         tensor, entry = self._tensors[number], self.layout.entries[number]
-        return (
-            tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == getattr(torch, entry.kind.dtype)
-        )
+        plain = tensor.device.type == "cpu" and tensor.is_contiguous() and _is_resolved(tensor)
+        return plain and tensor.dtype == getattr(torch, entry.kind.dtype)
 
     def read(self, span: BlockSpan) -> torch.Tensor:
         tensor, kind = self._tensors[span.tensor].detach(), span.kind
@@ -182,7 +226,10 @@ class LiveTensors:
         if self._direct(span.tensor):
             return _octets(tensor)[span.octets]
         part = tensor.reshape(-1)[span.begin // kind.numbers : span.stop // kind.numbers]
-        return _octets(part.to(device="cpu", dtype=getattr(torch, kind.dtype)).contiguous())
+        return _octets(_resolved(part.to(device="cpu", dtype=getattr(torch, kind.dtype))))
+
+    def check_unchanged(self) -> None:
+        """Do nothing: who trains publishes between two steps."""
 
     @property
     def hidden(self) -> bool:
@@ -202,7 +249,7 @@ class LiveTensors:
             # All that share memory are copied before one of them is written, so that commit can compare them.
             for number in group or (span.tensor,):
                 if number not in self._copies:
-                    self._copies[number] = self._tensors[number].detach().to("cpu", copy=True).contiguous()
+                    self._copies[number] = _resolved(self._tensors[number].detach().to("cpu", copy=True))
         return _octets(self._copies[span.tensor])[span.octets]
 
     def commit(self) -> None:
@@ -221,7 +268,7 @@ class LiveTensors:
         for number, source in sources.items():
             if number not in shared:
                 continue
-            held, wanted = (_octets(tensor.detach().cpu().contiguous()) for tensor in (self._tensors[number], source))
+            held, wanted = (_octets(_resolved(tensor.detach().cpu())) for tensor in (self._tensors[number], source))
             if not torch.equal(held, wanted):
                 names = " and ".join(repr(self.layout.entries[other].name) for other in shared[number][:8])
                 raise IncompatibleError(
@@ -257,7 +304,8 @@ class LiveTensors:
 class SavedTensors:
     """Weights in a safetensors file, or in the safetensors files of a folder, to publish.
 
-    Bytes are read when they are needed, not mapped: a file that is cut short meanwhile is an error, not a crash.
+    Bytes are read when they are needed, not mapped: a file that is cut short meanwhile is an error, not a crash. A file
+    that another one replaces meanwhile is read to its end.
 
     Raises:
         IncompatibleError: a file is missing or not complete, or has types without a code, or two files have a tensor of
@@ -266,25 +314,29 @@ class SavedTensors:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        places = read_all_places(files_of(self.path))
+        try:
+            self._files = OpenFiles(files_of(self.path))
+        except OSError as error:
+            raise IncompatibleError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+        places = read_all_places(self._files.handles)
         self.layout = Layout(places)
         self._places = [places[entry] for entry in self.layout.entries]
 
     def read(self, span: BlockSpan) -> torch.Tensor:
         place, part = self._places[span.tensor], span.octets
-        out = np.empty(part.stop - part.start, np.uint8)
+        count = part.stop - part.start
         try:
-            with place.file.open("rb", buffering=0) as stream:
-                stream.seek(place.offset + part.start)
-                view, got = out.data, 0
-                while got < len(out):
-                    count = stream.readinto(view[got:])
-                    if not count:
-                        raise IncompatibleError(f"{place.file} was cut short while it was read: publish it again")
-                    got += count
+            out = self._files.read(place.file, place.offset + part.start, count)
         except OSError as error:
             raise IncompatibleError(f"{place.file} cannot be read: {error.strerror or error}") from error
+        if len(out) < count:
+            raise IncompatibleError(f"{place.file} was cut short while it was read: publish it again")
         return torch.from_numpy(out)
+
+    def check_unchanged(self) -> None:
+        file = self._files.rewritten()
+        if file is not None:
+            raise IncompatibleError(f"{file} was written to while it was read: publish it again")
 
 
 def readable(weights: Weights, dtype: torch.dtype | None = None) -> Readable:
