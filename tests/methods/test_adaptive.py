@@ -386,3 +386,20 @@ def test_levels_that_do_not_say_what_they_were_fitted_for_are_fitted_anew() -> N
     )
     fresh.round = 3
     assert torch.equal(link.reduce_(g.clone()), fresh.reduce_(g.clone()))
+
+
+@pytest.mark.parametrize("method", ["ALQ", "ALQ(model='histogram')", "AMQ", "ALQ(overlap=True, blocks='parameter')"])
+def test_levels_are_not_fitted_to_zeros(method: str) -> None:
+    """A first round of zeros on all ranks is followed as if it had not been; a later one leaves the levels alone."""
+    rows = torch.randn(2, 9000, generator=torch.Generator().manual_seed(0))
+    link, other = (gw.SimulatedLink([("w", torch.empty(9000))], method, 2, min_numel=0) for _ in range(2))
+    link.reduce_(torch.zeros(2, 9000))
+    for each in (link, other):
+        each.reduce_(rows.clone())
+    levels = [each.state_dict()["global"]["levels"] for each in (link, other)]
+    assert torch.equal(*levels)
+    state = link.state_dict()
+    state["global"]["round"] = torch.tensor(100)
+    link.load_state_dict(state)
+    link.reduce_(torch.zeros(2, 9000))
+    assert torch.equal(link.state_dict()["global"]["levels"], levels[0])

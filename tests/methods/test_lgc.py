@@ -247,3 +247,18 @@ def test_on_a_quadratic_neither_feedback_ends_at_the_optimum() -> None:
 def test_fields_out_of_range_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(HyperparameterError):
         gw.LGC(**fields)
+
+
+@pytest.mark.parametrize("instance", INSTANCES)
+def test_the_autoencoder_is_trained_before_it_is_used(instance: str) -> None:
+    """Rounds that warm-up or another method took count for nothing: the second phase is as long as ever."""
+    late, usual = link_of(lgc(instance), 2, FULL + 3 * TRAINING), link_of(lgc(instance), 2)
+    for round in range(FULL + TRAINING + 1):
+        usual.reduce_(gradients(2, round))
+    for round in range(TRAINING):
+        late.reduce_(gradients(2, FULL + round))
+        assert "autoencoder_told" not in late.state_dict()["global"]
+    late.reduce_(gradients(2, FULL + TRAINING))
+    states = [link.state_dict()["global"] for link in (late, usual)]
+    assert [int(state["autoencoder_rounds"]) for state in states] == [TRAINING, TRAINING]
+    assert all("autoencoder_told" in state for state in states)

@@ -496,7 +496,7 @@ def test_each_parameter_has_bins_of_its_own() -> None:
     assert found[8:].min() >= 100
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3])
+@pytest.mark.parametrize("bits", [2, 3])
 def test_sparse_loco_sends_the_means_of_bins(bits: int) -> None:
     """SparseLoCo's published behaviour: 64 of 4096, and the mean of each of a few bins of a parameter's values."""
     generator = torch.Generator().manual_seed(1)
@@ -534,10 +534,10 @@ def test_sparse_loco_keeps_a_decayed_residual_and_steps_by_the_mean() -> None:
             moved = held - torch.cat(list(found.global_parameters.values())).double()
             assert torch.allclose(moved, 0.5 * (total - residual).mean(0), rtol=0, atol=2e-6)
             assert bool((residual.norm(dim=1) <= total.norm(dim=1) * (1 + 1e-6)).all())
-    for bad in ({"bits": 0}, {"decay": 1.5}, {"density": 0.0}, {"outer_lr": 0.0}, {"block_size": 0}):
+    for bad in ({"bits": 1}, {"decay": 1.5}, {"density": 0.0}, {"outer_lr": 0.0}, {"block_size": 0}):
         with pytest.raises(gw.HyperparameterError):
             gw.SparseLoCo(**bad)
-    with pytest.raises(gw.HyperparameterError, match="is no contraction"):
+    with pytest.raises(gw.HyperparameterError, match="of a residual that is kept whole"):
         gw.SparseLoCo(decay=1.0)
 
 
@@ -573,6 +573,8 @@ def test_fields_and_uses_that_make_no_sense_are_refused() -> None:
         ("DiLoCo(outer_momentum=1.0)", "outer_momentum is a number from 0 to below 1"),
         ("EASGD(alpha=1.0)", "alpha is above 0 and below 1"),
         ("ErrorFeedback(decay=0.0)", "decay is above 0"),
+        ("SparseLoCo(decay=1.0)", "decay is above 0 and below 1"),
+        ("SparseLoCo(bits=1)", "bits is a number from 2 to 8"),
         ("StreamingDiLoCo(every=3)", "fragments is a number from 1 to every=3"),
         ("StreamingDiLoCo(every=30, delay=8)", "delay is a number of steps from 0 to every // fragments = 7"),
         ("StreamingDiLoCo(mixing=1.0)", "mixing is at least 0 and below 1"),
@@ -595,3 +597,25 @@ def test_a_warm_up_exchanges_gradients_and_is_refused(method: str) -> None:
     workers = Quadratics(2, alike=True).workers
     with pytest.raises(gw.IncompatibleError, match="use warmup_steps=0, or real workers"):
         gw.SimulatedLocalSteps([worker.items() for worker in workers], method, warmup_steps=1)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "EF21(compressor=ScaledSign(block_size=64))",
+        "DGC(density=1.0)",
+        "ErrorFeedback(QSGDinf(block_size=256), momentum=0.9)",
+        "ErrorFeedback(QSGDinf(block_size=256))",
+    ],
+)
+def test_warm_up_leaves_nothing_that_differences_would_be_sent_with(inner: str) -> None:
+    """Gradients are a thousand times as large: estimates and momenta of them would outweigh all differences."""
+    found = []
+    for warmup_steps in (0, 3):
+        method = f"LocalSGD(inner={inner})"
+        link = gw.SimulatedLink([("w", torch.empty(256))], method, 2, min_numel=0, warmup_steps=warmup_steps)
+        for _ in range(warmup_steps):
+            assert torch.equal(link.reduce_(torch.ones(2, 256)), torch.ones(256))
+        assert not any("/" in name for part in link.state_dict().values() for name in part)
+        found.append(link.reduce_(torch.full((2, 256), 1e-3)))
+    assert torch.equal(*found)

@@ -17,7 +17,7 @@ from gradwire.exchange.traits import Traits
 from gradwire.methods.feedback.error_feedback import ResidualAlgorithm
 from gradwire.methods.feedback.local_momentum import checked_momentum
 from gradwire.methods.feedback.waiting import longest, momentum_beside_residual
-from gradwire.methods.learned.autoencoder import REMEMBERED, Autoencoder, ElementScales, Training
+from gradwire.methods.learned.autoencoder import REMEMBERED, ROUNDS, TOLD, Autoencoder, ElementScales, Training
 from gradwire.methods.learned.lgc_all_reduce import CodedMean, WatchedSum
 from gradwire.methods.learned.lgc_server import CommonCode, WatchedTopK
 from gradwire.methods.learned.phases import PhasedPlan
@@ -73,7 +73,7 @@ class LGC(ResidualAlgorithm):
         instance: "all_reduce" or "parameter_server".
         full_rounds: Rounds of the first phase, 0 or more, including rounds in float32 at the start (``warmup_steps`` of
             :func:`attach`).
-        training_rounds: Rounds of the second phase, 1 or more.
+        training_rounds: Rounds of the second phase, 1 or more; it lasts until so many have been trained on.
         feedback: "selection" or "reconstruction".
         order: "value" or "index".
         innovation: Share of each parameter that a worker sends to a server without encoding, above 0 to 1.
@@ -155,7 +155,7 @@ class LGC(ResidualAlgorithm):
             whole_step=True,
             kernels=("selection", "indices", "signs"),
             # The autoencoder, and the state of every residual algorithm.
-            remembers=(*traits.remembers, *REMEMBERED),
+            remembers=(*traits.remembers, *REMEMBERED, ROUNDS),
             of_first=REMEMBERED,
             subtracts_mean=self.feedback == "reconstruction" and self.instance == "all_reduce",
             unbiased=False,
@@ -199,7 +199,7 @@ class _TrainingPlan(PhasedPlan):
     finishes = True
 
     def __init__(self, method: LGC, setting: PlanSetting) -> None:
-        self._setting, self._training = setting, method.training()
+        self._setting, self._training, self._rounds = setting, method.training(), method.training_rounds
         if method.instance == "all_reduce":
             plans: tuple[BucketPlan, BucketPlan] = (
                 WatchedSum(method, setting),
@@ -210,7 +210,17 @@ class _TrainingPlan(PhasedPlan):
         super().__init__(method, setting, *plans)
         self._scales = ElementScales(LeadersElements(setting, method.density).counts)
 
+    def phase(self, context: Context) -> int:
+        found, memory = super().phase(context), context.memory
+        # Another method, or warm-up, may have taken the rounds in which it was to be trained. Older states have no
+        # number of rounds.
+        if found < 2 or context.workspace.device == "meta" or memory.value(TOLD) is not None:
+            return found
+        return 2 if _trained_on(context) >= self._rounds else 1
+
     def finish(self, context: Context) -> Exchange[None]:
+        if self.phase(context) == 1:
+            context.memory.stage_value(ROUNDS, torch.tensor(_trained_on(context) + 1, device="cpu"))
         for vectors, innovation in context.parts.take():
             each = torch.stack([self._scales.of(row) for row in vectors])
             # Codes that are added up share a scale; each of the others has its worker's.
@@ -220,3 +230,9 @@ class _TrainingPlan(PhasedPlan):
                 innovation = torch.stack([self._scales.normal(*pair) for pair in zip(innovation, each)])
             self._training.step(context, self._setting.seed, rows, innovation)
         yield from ()
+
+
+def _trained_on(context: Context) -> int:
+    """Return the number of rounds that the autoencoder has been trained on."""
+    rounds = context.memory.value(ROUNDS)
+    return 0 if rounds is None else int(rounds)

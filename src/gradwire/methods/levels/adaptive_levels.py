@@ -113,7 +113,7 @@ class AdaptiveLevelPlan(SectionPlan):
     def _fit(
         self, context: Context, parts: Sequence[Any], before: torch.Tensor | None
     ) -> Exchange[torch.Tensor | None]:
-        """Gather all workers' statistics; store and return the levels that rank 0 fits to them.
+        """Gather all workers' statistics; store and return the levels that rank 0 fits to them, if they are not zeros.
 
         Only one rank fits, since error functions may differ in the last bit between machines.
 
@@ -126,6 +126,9 @@ class AdaptiveLevelPlan(SectionPlan):
             yield from self._gather(context, 3, levels.to("meta"))
             return None
         everyone = yield from self._gather(context, 2, statistics.joined(parts))
+        if not everyone.any():
+            # All ranks' values are zeros, to which any levels fit: those before stay.
+            return before
         if context.rank == 0:
             found = self._method.fit(statistics.distribution(everyone), None if before is None else before.tolist())
             levels = torch.tensor(_apart(found), dtype=torch.float64, device="cpu")

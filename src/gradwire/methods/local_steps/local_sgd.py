@@ -121,6 +121,12 @@ class LocalStepsMethod(Around):
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return self.inner.plan(setting)
 
+    def dense_plan(self, setting: PlanSetting) -> BucketPlan:
+        # Warm-up exchanges gradients, and what the inner method remembers is to be of differences alone.
+        if self.inner.traits.remembers:
+            return replace(setting, collective="two_shot").float32_plan()
+        return self.inner.dense_plan(setting)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(LocalStepsMethod):

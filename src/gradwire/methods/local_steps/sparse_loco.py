@@ -57,7 +57,8 @@ class BinnedTopK(Compressor):
         object.__setattr__(self, "density", check_density("SparseLoCo", self.density))
         size, bits = self.block_size, self.bits
         require(is_whole(size, 1), "SparseLoCo", f"block_size is a number of elements above 0, not {size!r}")
-        require(is_whole(bits, 1, 8), "SparseLoCo", f"bits is a number from 1 to 8, not {bits!r}")
+        # With one bit nearly all values of both signs would share a bin, whose mean is about 0.
+        require(is_whole(bits, 2, 8), "SparseLoCo", f"bits is a number from 2 to 8, not {bits!r}")
 
     def declare(self) -> Traits:
         return replace(
@@ -112,8 +113,8 @@ class SparseLoCo(LocalStepsMethod):
         every: Optimizer steps from one exchange to the next.
         density: Share of the elements that is sent, above 0 to 1; at least one element of each block.
         block_size: Number of elements of a block.
-        bits: Bits of a value, 1 to 8.
-        decay: Share of the residual that is kept, above 0 to 1.
+        bits: Bits of a value, 2 to 8.
+        decay: Share of the residual that is kept, above 0 and below 1.
         outer_lr: Learning rate of the outer step, above 0.
 
     Raises:
@@ -153,6 +154,12 @@ class SparseLoCo(LocalStepsMethod):
     )
 
     def __post_init__(self) -> None:
+        decay = self.decay
+        require(
+            is_number(decay, above=0, below=1),
+            "SparseLoCo",
+            f"decay is above 0 and below 1, not {decay!r}: of a residual that is kept whole no bound is known",
+        )
         self.check_inner()
         rate = self.outer_lr
         require(is_number(rate, above=0), "SparseLoCo", f"outer_lr is above 0, not {rate!r}")
