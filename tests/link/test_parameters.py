@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.exchange.planning import own_buckets
 from gradwire.link.failures import place
 from gradwire.link.found_optimizers import check_scaler, scale_of
 from gradwire.link.parameters import check_parameters, gradient, named_parameters
+from oracle import layers
+from ranks import Ranks
 
 
 def test_only_what_requires_a_gradient_is_exchanged_by_name_or_number() -> None:
@@ -83,3 +90,49 @@ def test_the_scale_of_a_loss_is_the_scalers() -> None:
     check_scaler(Scaler())
     with pytest.raises(gw.HyperparameterError, match=r"grad_scaler: the torch\.amp\.GradScaler"):
         check_scaler(True)
+
+
+# ---------------------------------------------------------------------- frozen parameters
+
+
+def inputs(width: int = 64) -> torch.Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def thawed(kind: str) -> tuple[str, str]:
+    """Let a layer that was frozen when the link was made require gradients; return the error of the next exchange."""
+    module = layers(2)
+    first = next(module.children())
+    first.requires_grad_(False)
+    spec = "LocalSGD(every=1)" if "local" in kind else "terngrad"
+    ddp = DistributedDataParallel(copy.deepcopy(module)) if "ddp" in kind else None
+    trained: Any = ddp or module
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    link = gw.attach(ddp, spec) if ddp else gw.Link(module.named_parameters(), spec, optimizer=optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        trained(inputs()).square().mean().backward()
+        if not ddp:
+            link.reduce_()
+        optimizer.step()
+
+    try:
+        step()
+        before = f"{link.round} round"
+        next((ddp.module if ddp else module).children()).requires_grad_(True)
+        step()
+    except Exception:
+        return before, f"{type(link.error).__name__}: {link.error}"
+    finally:
+        link.close()
+    return before, "no error"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["loop", "loop of local steps", "ddp", "ddp of local steps"])
+def test_a_parameter_that_is_no_longer_frozen_is_not_left_out_in_silence(three_ranks: Ranks, kind: str) -> None:
+    for before, told in three_ranks(thawed, kind):
+        assert before == "1 round"
+        assert told.startswith("IncompatibleError: ")
+        assert "parameter '0.weight' was frozen when the link was made" in told

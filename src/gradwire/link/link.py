@@ -27,7 +27,13 @@ from gradwire.link.handshake import ReplicaCheck, Terms, agreement, compared, de
 from gradwire.link.link_runtime import LinkRuntime, close_link
 from gradwire.link.link_state import LinkState
 from gradwire.link.local_steps import LocalSteps, LocalStepsUser
-from gradwire.link.parameters import check_parameters, gradient, named_parameters
+from gradwire.link.parameters import (
+    check_parameters,
+    check_still_frozen,
+    frozen_parameters,
+    gradient,
+    named_parameters,
+)
 from gradwire.link.round import Mean, Round
 from gradwire.link.selection.control_channel import ControlChannel
 from gradwire.link.selection.fallback import make_selection
@@ -60,7 +66,8 @@ class Link(LinkState, LocalStepsUser):
     not change, rounds are counted, and the method's state is kept and saved.
 
     Args:
-        parameters: (name, parameter) pairs, or parameters (then named "0", "1", ...).
+        parameters: (name, parameter) pairs, or parameters (then named "0", "1", ...). Those that require no gradient
+            are not exchanged; if one does so later, the next exchange raises IncompatibleError.
         method: A method or its spec.
         group: Process group, or what :func:`gradwire.join` returned; the default group if None.
         lanes: Number of lanes: threads with connections of their own that exchange buckets in parallel. Results do not
@@ -184,7 +191,7 @@ class Link(LinkState, LocalStepsUser):
         self.method = read_method(method)
         check_scaler(self.grad_scaler)
         self.options = Options.of(options)
-        self._parameters = named_parameters(parameters)
+        self._parameters, self._frozen = named_parameters(parameters), frozen_parameters(parameters)
         check_parameters(self._parameters)
         self._check_lanes()
         self._coders = CoderSelection()
@@ -294,6 +301,7 @@ class Link(LinkState, LocalStepsUser):
         runtime, before = self._runtime, self._round
         if self.world_size == 1:
             return Round(runtime)
+        check_still_frozen(self._frozen)
         self._search.end_when_done()
         if runtime.rounds_here == 0:
             check_unscaled(self.method, self.grad_scaler)

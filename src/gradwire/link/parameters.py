@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,34 @@ def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
     Raises:
         HyperparameterError: two have the same name.
     """
-    pairs = [(plain_name(p[0]), p[1]) if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
+    pairs = _pairs(parameters)
     named = {name: p for name, p in pairs if p.requires_grad}
     if len({name for name, _ in pairs}) != len(pairs):
         raise HyperparameterError("two parameters have the same name")
     return named
+
+
+def frozen_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Return the parameters that require no gradient, named as :func:`named_parameters` names the others."""
+    return {name: p for name, p in _pairs(parameters) if not p.requires_grad}
+
+
+def check_still_frozen(frozen: Mapping[str, torch.Tensor]) -> None:
+    """Raise if a parameter that a link does not exchange has a gradient by now.
+
+    Raises:
+        IncompatibleError: one requires a gradient, so that it would part from that of other ranks.
+    """
+    for name, p in frozen.items():
+        if p.requires_grad:
+            raise IncompatibleError(
+                f"parameter {name!r} was frozen when the link was made, which does not exchange it, and requires a "
+                "gradient now: close the link, and make another one, under DDP for a module that was wrapped anew"
+            )
+
+
+def _pairs(parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(plain_name(p[0]), p[1]) if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
 
 
 def plain_name(name: str) -> str:
