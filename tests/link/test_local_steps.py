@@ -118,6 +118,33 @@ def test_rounds_of_warm_up_are_synchronous_steps_and_local_ones_follow(three_ran
     assert all(torch.equal(one["global"], one["rows"][3]) for one in early)
 
 
+def accumulated(warmup_steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take steps of two backward passes that both synchronise; return global and own parameters after each."""
+    rank, found = torch.distributed.get_rank(), []
+    module = DistributedDataParallel(built())
+    link = gw.attach(module, "LocalSGD(every=2)", min_numel=0, warmup_steps=warmup_steps)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in (0, 1):
+            module(batch(rank, 2 * step + part)).square().mean().backward()
+        optimizer.step()
+        with link.global_parameters():
+            held = flat(module.module)
+        found.append((held, flat(module.module)))
+    link.close()
+    return found
+
+
+def test_a_step_in_whose_passes_warm_up_ends_is_a_local_one(three_ranks: Ranks) -> None:
+    found = three_ranks(accumulated, 3)
+    for of_ranks in zip(*found):
+        assert all(torch.equal(held, of_ranks[0][0]) for held, _ in of_ranks)
+    own = [[torch.equal(one, of_ranks[0][1]) for _, one in of_ranks[1:]] for of_ranks in zip(*found)]
+    # One step of two rounds of warm-up, two local ones, an exchange, and a local one.
+    assert own == [[True] * 2, [False] * 2, [True] * 2, [False] * 2]
+
+
 def test_buffers_are_averaged_with_the_parameters_and_not_broadcast(three_ranks: Ranks) -> None:
     found = three_ranks(trained, SPECS[0], 8, True)
     assert not any(one["broadcasts"] for one in found)

@@ -155,6 +155,8 @@ class LocalSteps:
         if warm_up:
             self._synchronous = self._synchronous or last
             return None
+        # A step may take the gradients of several passes. If warm-up ended between them, parameters differ after it.
+        self._synchronous = False
         self._runtime.failures.refuse()
         return as_it_is(flat)
 
