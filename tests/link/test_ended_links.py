@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from typing import Any, cast
 
 import pytest
@@ -58,6 +59,57 @@ def rebound() -> tuple[list[int], bool]:
 @pytest.mark.ranks
 def test_a_link_that_replaces_another_on_its_scaler_exchanges(three_ranks: Ranks) -> None:
     assert three_ranks(rebound) == [([2, 2, 2], False)] * 3
+
+
+class Told(logging.Handler):
+    """Keeps what the logger "gradwire" says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def dropped(fate: str) -> list[list[str]]:
+    """Drop a link that counts an optimizer's steps; return what each of three steps after that says."""
+    parameter = torch.nn.Parameter(torch.zeros(40))
+    parameter.grad = torch.ones(40)
+    scaler = torch.amp.GradScaler("cpu", enabled=False) if fate == "scaler" else None
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    options: dict[str, Any] = {"grad_scaler": scaler, "optimizer": optimizer, "min_numel": 0}
+    link: Any = gw.Link([("w", parameter)], "LocalSGD(every=1)", **options)
+    if fate == "closed":
+        link.close()
+    del link
+    gc.collect()
+    other = gw.Link([("w", parameter)], "LocalSGD(every=1)", **options) if fate == "replaced" else None
+    told, found = Told(), []
+    logging.getLogger("gradwire").addHandler(told)
+    for _ in range(3):
+        optimizer.step()
+        if scaler:
+            scaler.update()
+        found.append(told.texts)
+        told.texts = []
+    logging.getLogger("gradwire").removeHandler(told)
+    if other:
+        other.close()
+    return found
+
+
+@pytest.mark.parametrize("fate", ["optimizer", "scaler", "closed", "replaced"])
+@pytest.mark.ranks
+def test_steps_that_a_collected_link_does_not_count_cause_a_warning(three_ranks: Ranks, fate: str) -> None:
+    for rank, (first, *later) in enumerate(three_ranks(dropped, fate)):
+        assert not any(later)
+        if fate in ("closed", "replaced"):
+            assert not first
+        else:
+            (text,) = first
+            assert text.startswith(f"rank {rank}: the link that counted the steps of ")
+            assert "was not kept" in text
 
 
 class Scaler:

@@ -88,7 +88,8 @@ class Link(LinkState, LocalStepsUser):
 
     Attributes:
         part: Name of the link's own folder in a checkpoint, if several groups of ranks exchange shards of one module.
-        close: Call it to end the link's threads and connections; also called when the link is garbage-collected.
+        close: Call it to end the link's threads and connections; also called when the link is garbage-collected. Keep
+            the link as long as the training lasts: one that was collected counts no steps of its optimizer.
         number: Number of the link among the open links of this process, counted from 0 in the order in which they were
             made. Random numbers depend on it, so that links whose parameters have the same names draw independently.
             The number of a closed link is used again; a checkpoint restores the number of its link.

@@ -14,12 +14,12 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.planning import own_buckets
 from gradwire.exchange.protocols import Context, Workspace
 from gradwire.exchange.segments import flat_view
-from gradwire.link.found_optimizers import on_any_step, on_updates
 from gradwire.link.global_parameters import GlobalParameters, State, mean_over_ranks, parameters_of
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.parameters import put, swapped
 from gradwire.link.round import Mean, as_it_is
 from gradwire.link.selection.control_channel import ControlChannel
+from gradwire.link.step_counts import StepCount, on_steps
 
 Started = list[tuple[Sequence[str], Mean]]
 """For each bucket, the names of its pieces, and the future of their mean."""
@@ -306,7 +306,8 @@ class LocalSteps:
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Count the steps of an optimizer or a scaler, if there is one; return a function that ends all counting."""
         if optimizer is not None or self._grad_scaler:
-            self._hooks.append(on_steps(optimizer, self._grad_scaler, parameters, self._stepped()))
+            count = StepCount(optimizer, self._grad_scaler, self._stepped(), self._link, self._runtime.warnings)
+            self._hooks.append(count.end)
         hooks = self._hooks
 
         def unbind() -> None:
@@ -330,31 +331,3 @@ class LocalSteps:
                 found.after_step()
 
         return stepped
-
-
-def on_steps(
-    optimizer: Any, grad_scaler: Any, parameters: Mapping[str, torch.Tensor], stepped: Callable[[], None]
-) -> Callable[[], None]:
-    """Call ``stepped`` after every step of an optimizer, and return a function that ends that.
-
-    Args:
-        optimizer: The optimizer; None for any optimizer that holds one of the parameters.
-        grad_scaler: A scaler whose calls of ``update()`` are counted instead. It skips steps on ranks that overflowed,
-            and these must count as on the other ranks.
-        parameters: The parameters that are exchanged.
-    """
-    if grad_scaler:
-        return on_updates(grad_scaler, stepped)
-    if optimizer is not None:
-        return optimizer.register_step_post_hook(lambda *_: stepped()).remove  # type: ignore[no-any-return]
-    first: list[int] = []
-
-    def any_stepped(found: torch.optim.Optimizer, _: object) -> None:
-        # With several optimizers, the steps of the first are counted. Later changes by the others are sent in the next
-        # exchange.
-        if not first:
-            first.append(id(found))
-        if first == [id(found)]:
-            stepped()
-
-    return on_any_step(parameters, any_stepped)
