@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import os
 from typing import Any
 
@@ -317,6 +318,55 @@ def test_a_step_that_one_scaler_skips_counts_on_all_ranks(three_ranks: Ranks) ->
     assert [rounds for rounds, _ in found] == [2, 2, 2]
     for step, alike in ((1, False), (2, True), (4, False), (5, True)):
         assert torch.equal(found[0][1][step], found[1][1][step]) == alike
+
+
+class Told(logging.Handler):
+    """Keeps what the logger "gradwire" says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def spoilt(kind: type[torch.optim.Optimizer], spec: str) -> dict[str, Any]:
+    """Train with some losses on rank 1 that are not numbers; return what the link counted and said, and its error."""
+    rank, told = torch.distributed.get_rank(), Told()
+    logging.getLogger("gradwire").addHandler(told)
+    module = DistributedDataParallel(built())
+    optimizer = kind(module.parameters(), lr=0.01)  # type: ignore[call-arg]
+    link = gw.attach(module, spec, min_numel=0, optimizer=optimizer)
+    error = None
+    try:
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = module(batch(rank, step)).square().mean()
+            (loss * (torch.nan if rank == 1 and step in (2, 6, 10) else 1.0)).backward()
+            optimizer.step()
+    except gw.ExchangeError as raised:
+        error = str(raised)
+    logging.getLogger("gradwire").removeHandler(told)
+    link.close()
+    texts = [text for text in told.texts if "not finite" in text]
+    return {"skipped": link.skipped_rounds, "round": link.round, "texts": texts, "error": error}
+
+
+@pytest.mark.parametrize("spec", ["DiLoCo(every=2)", "DiLoCo(every=2, inner=EDEN(bits=4))"])
+def test_a_value_that_is_not_finite_is_counted_and_its_rank_warned(three_ranks: Ranks, spec: str) -> None:
+    found = three_ranks(spoilt, torch.optim.SGD, spec)
+    assert [(one["skipped"], one["round"], one["error"]) for one in found] == [(3, 6, None)] * 3
+    common = "after the local steps before exchange 2 a parameter was not finite on some rank"
+    assert [[text.split(":")[0] for text in one["texts"]] for one in (found[0], found[2])] == [[common], []]
+    (own,) = found[1]["texts"]
+    assert own.startswith("rank 1: after the local steps before exchange 2 parameter '0.weight' was not finite here")
+
+
+def test_an_optimizer_that_spoils_all_steps_breaks_the_link_on_all_ranks(three_ranks: Ranks) -> None:
+    for one in three_ranks(spoilt, torch.optim.AdamW, "DiLoCo(every=2)"):
+        assert "before 3 exchanges in a row a parameter was not finite on some rank" in one["error"]
+        assert (one["skipped"], one["round"]) == (3, 4)
 
 
 def by_hand() -> tuple[torch.Tensor, list[str]]:

@@ -51,7 +51,11 @@ class GlobalParameters:
         clock: Counts the optimizer's steps.
         held: The global parameters by name of piece, float32, flat in memory order.
         sends_values: True if workers' own parameters are exchanged, and not differences.
+        spoilt: The first of the worker's own pieces that was not finite when the means of an exchange were not; None if
+            all were.
     """
+
+    spoilt: str | None = None
 
     def __init__(self, method: StepsLocally, parameters: Mapping[str, torch.Tensor], workers: int) -> None:
         self.method, self.workers = method, workers
@@ -112,6 +116,8 @@ class GlobalParameters:
         """
         buckets = list(means)
         if not all(bool(torch.isfinite(flat).all()) for _, flat in buckets):
+            odd = (name for name, p in self.pieces.items() if not bool(torch.isfinite(p.detach()).all()))
+            self.spoilt = next(odd, None)
             if not apart:
                 self.restore()
             return False

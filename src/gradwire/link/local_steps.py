@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -17,18 +17,22 @@ from gradwire.exchange.segments import flat_view
 from gradwire.link.global_parameters import GlobalParameters, State, mean_over_ranks, parameters_of
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.parameters import put, swapped
-from gradwire.link.round import Mean, as_it_is
+from gradwire.link.round import Mean, Round, as_it_is
 from gradwire.link.selection.control_channel import ControlChannel
 from gradwire.link.step_counts import StepCount, on_steps
 
 Started = list[tuple[Sequence[str], Mean]]
 """For each bucket, the names of its pieces, and the future of their mean."""
 
+MOST_DISCARDED = 3
+"""Number of exchanges in a row with means that are not finite at which a link gives up."""
+
 
 class Exchanger(Protocol):
     """The exchange of buckets, without local steps."""
 
     _runtime: LinkRuntime
+    _round: Round | None
 
     def begin(self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean:
         """Start the exchange of a bucket."""
@@ -56,7 +60,8 @@ class LocalStepsUser:
 
         Raises:
             IncompatibleError: the method exchanges gradients.
-            ExchangeError: the link is broken; the global parameters did not change.
+            ExchangeError: the link is broken, or parameters were not finite before three exchanges in a row; the global
+                parameters did not change.
         """
         self.local.after_step()
 
@@ -143,6 +148,7 @@ class LocalSteps:
         self.buffers: list[torch.Tensor] = []
         self._hooks: list[Callable[[], None]] = []
         self._synchronous = False
+        self._discarded = 0
         self._flying: Started | None = None
 
     def connect(self, channel: ControlChannel) -> None:
@@ -242,15 +248,46 @@ class LocalSteps:
 
     def _apply(self, means: list[tuple[Sequence[str], torch.Tensor]], fragment: int, replaced: bool = False) -> None:
         """Apply the means of an exchange; average buffers after the last fragment."""
-        if not self.parameters.incoming(means, replaced=replaced):
-            self._runtime.warnings.once(
-                "local steps",
-                f"after the local steps before exchange {self._runtime.round} a parameter was not finite on some rank: "
-                "all ranks go on from the global parameters of the exchange before",
-            )
+        if self.parameters.incoming(means, replaced=replaced):
+            self._discarded = 0
+        else:
+            self._discard()
         last = fragment == self.parameters.clock.count - 1
         if self.buffers and last and isinstance(self.parameters, GlobalParameters):
             put(self.buffers, self._mean_buffers())
+
+    def _discard(self) -> None:
+        """Count an exchange whose means were not finite, and say so; all ranks see the same means.
+
+        Raises:
+            ExchangeError: it is one of several in a row, so that steps do not lead on.
+        """
+        runtime, link, parameters = self._runtime, self._link(), cast(GlobalParameters, self.parameters)
+        before = f"after the local steps before exchange {runtime.round}"
+        self._discarded += 1
+        if link is None or link._round is None:
+            runtime.skipped_rounds += 1
+        else:
+            link._round.skip()
+        runtime.warnings.once(
+            "local steps",
+            f"{before} a parameter was not finite on some rank: all ranks go on from the global parameters of the "
+            "exchange before",
+        )
+        if parameters.spoilt is not None:
+            runtime.warnings.here(
+                "own parameters",
+                f"{before} parameter {parameters.spoilt!r} was not finite here. The optimizer's state probably holds "
+                "such values, too, and will spoil all later steps: load a checkpoint on all ranks, or make a new "
+                "optimizer; to skip a step, look at gradients before optimizer.step()",
+            )
+        if self._discarded == MOST_DISCARDED:
+            error = ExchangeError(
+                f"before {MOST_DISCARDED} exchanges in a row a parameter was not finite on some rank, and all steps "
+                "since the one before them are lost: load a checkpoint on all ranks, with the optimizer's state, which "
+                "probably holds values that are not finite on a rank that warned of its parameters"
+            )
+            raise runtime.failures.record(error, f"the outcome of exchange {runtime.round}")
 
     def waited(self) -> list[tuple[Sequence[str], torch.Tensor]]:
         """Wait for the exchange in flight, if there is one, and return its means."""
@@ -263,7 +300,7 @@ class LocalSteps:
 
     def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
         """Load the part of a link's state that the parameters added; return the state without it."""
-        self._flying = None
+        self._flying, self._discarded = None, 0
         return self.parameters.load(state)
 
     def agree(self) -> None:

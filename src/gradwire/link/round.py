@@ -108,7 +108,7 @@ class Round:
             if isinstance(finite, torch.Tensor):
                 self._finite = both(self._finite, finite)
             elif finite is False:
-                self._skip()
+                self.skip()
             self._in_flight -= 1
             self._latest = plan
             is_over = self._is_last and not self._in_flight
@@ -180,10 +180,11 @@ class Round:
             raise self.runtime.failures.record(error, f"the end of round {self.number}") from None
         if not finite:
             with self._lock:
-                self._skip()
+                self.skip()
         self._conclude(self._latest)
 
-    def _skip(self) -> None:
+    def skip(self) -> None:
+        """Count the round as skipped, unless it has been."""
         if not self.skipped:
             self.skipped = True
             self.runtime.skipped_rounds += 1
