@@ -475,6 +475,49 @@ def test_each_backward_is_a_round(four_ranks: Ranks) -> None:
         assert error < 1e-5
 
 
+def thawed(kind: str) -> tuple[str, list[bool]]:
+    """Let a block of frozen parameters require gradients; return the error, and whether replicas are equal."""
+    rank, (_, mesh) = dist.get_rank(), meshes()
+    one = kind == "one dimension"
+    model = plain()
+    model.blocks[0].requires_grad_(False)
+    if kind == "part of a unit":
+        model.blocks[0].up.requires_grad_(True)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh["shard"] if one else mesh)
+    group = {"process_group": mesh["replicate"].get_group()} if one else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with closing(gw.attach(model, "qsgd", **group)):
+        try:
+            for step in range(3):
+                if step == 1:
+                    model.blocks[0].requires_grad_(True)
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+        except gw.IncompatibleError as error:
+            return str(error), []
+    equal = []
+    for p in model.parameters():
+        own = p.to_local().detach()
+        rows = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(rows, own.contiguous(), group=mesh["replicate"].get_group())
+        equal.append(torch.equal(*rows))
+    return "no error", equal
+
+
+@pytest.mark.parametrize("kind", ["one dimension", "two dimensions", "part of a unit"])
+def test_a_unit_that_is_no_longer_frozen_is_not_left_out_in_silence(four_ranks: Ranks, kind: str) -> None:
+    for told, equal in four_ranks(thawed, kind):
+        assert all(equal)
+        if kind == "two dimensions":
+            # FSDP2's own all-reduce is there for the units that the link left out.
+            assert told == "no error"
+        else:
+            assert "parameter 'blocks.0." in told
+            assert "was frozen when the link was made" in told
+
+
 def drifted() -> str:
     """Change the shards of ranks 2 and 3, the second replica, between two steps."""
     rank, (_, mesh) = dist.get_rank(), meshes()

@@ -19,9 +19,17 @@ from gradwire.exchange.method import Method, is_whole
 from gradwire.exchange.planning import REDUCE_SCATTER
 from gradwire.link.adapters.fsdp_collectives import name_collectives
 from gradwire.link.adapters.fsdp_pending import Pending, PendingTensor, plain_of
-from gradwire.link.adapters.fsdp_units import Hook, Unit, all_units, mesh_groups, mesh_ranks, trainable_units
+from gradwire.link.adapters.fsdp_units import (
+    Hook,
+    Unit,
+    all_units,
+    mesh_groups,
+    mesh_ranks,
+    trainable_units,
+)
 from gradwire.link.checks import check_unit_by_unit
 from gradwire.link.link import Link
+from gradwire.link.parameters import check_still_frozen
 from gradwire.seeds import shard_seed
 
 IN_FLIGHT = 3
@@ -63,6 +71,8 @@ def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessG
     for unit in all_units(module):
         numel = unit.padded if isinstance(exchange, _Replicas) else 0
         name_collectives(unit.module, unit.group, unit.name, exchange.link.naming, numel)
+        if isinstance(exchange, _Replicas) and not unit.parameters:
+            exchange.guard(unit)
     return exchange.link
 
 
@@ -247,6 +257,30 @@ class _Replicas(_ShardedExchange):
                 # FSDP2's own all-reduce cannot be turned off. In a group of this rank alone it sends nothing.
                 alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
             _AllReduceHook(self, unit, alone)
+
+    def guard(self, unit: Unit) -> None:
+        """See to it that a unit all of whose parameters are frozen is not left out if they no longer are."""
+        hook = unit.group._all_reduce_hook
+        if isinstance(hook, Hook):
+            hook.remove()  # a closed link's
+        # With FSDP2's own all-reduce, replicas stay equal without a link.
+        if unit.group._all_reduce_hook is None and not hasattr(unit.group.mesh_info, "replicate_process_group"):
+            _FrozenHook(self.link, unit)
+
+
+class _FrozenHook(Hook):
+    """Refuses to go on without an exchange of a unit whose parameters were frozen, once FSDP2 reduces it."""
+
+    def __init__(self, link: Link, unit: Unit) -> None:
+        super().__init__(link, unit)
+        unit.module.set_all_reduce_hook(self)
+
+    def remove(self) -> None:
+        self.unit.module.set_all_reduce_hook(None)
+
+    def __call__(self, reduce_output: torch.Tensor) -> None:
+        """Raise if a parameter is no longer frozen."""
+        check_still_frozen(self.unit.frozen)
 
 
 class _AllReduceHook(Hook):

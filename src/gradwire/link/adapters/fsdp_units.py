@@ -15,7 +15,7 @@ from gradwire.errors import IncompatibleError
 from gradwire.link.adapters.fsdp_collectives import NamedCollective
 from gradwire.link.adapters.fsdp_pending import settle
 from gradwire.link.link import Link
-from gradwire.link.parameters import plain_name
+from gradwire.link.parameters import check_still_frozen, plain_name
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,15 @@ class Unit:
         self.module, self.group = module, group
         self.name = names[id(module)] or "the root"
         self.parameters: list[Sharded] = []
+        self.frozen: dict[str, torch.Tensor] = {}
         for p in group.fsdp_params:
             prefix, tensor = names[id(p._module_info.module)], p.sharded_param
             name = f"{prefix}.{p._module_info.param_name}" if prefix else p._module_info.param_name
             if tensor.requires_grad:
                 sizes = tensor.numel(), p.sharded_size.numel(), p.padded_sharded_param_size.numel()
                 self.parameters.append(Sharded(name, tensor, *sizes))
+            else:
+                self.frozen[name] = tensor
         self.names = [p.name for p in self.parameters]
         self.padded = sum(p.padded for p in self.parameters)
 
@@ -79,7 +82,8 @@ class Unit:
                 )
 
     def check_numel(self, found: int, ranks: int = 1) -> None:
-        """Raise if not all parameters take part in a reduction."""
+        """Raise if not all parameters take part in a reduction, or others do."""
+        check_still_frozen(self.frozen)
         if found != self.padded * ranks:
             raise IncompatibleError(
                 f"module {self.name!r} reduces {found} elements instead of {self.padded * ranks}: a parameter has no "
