@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import gradwire as gw
 from gradwire.seeds import shard_seed
@@ -473,6 +474,46 @@ def test_each_backward_is_a_round(four_ranks: Ranks) -> None:
     for rounds, error in four_ranks(reduced_twice):
         assert rounds == 2
         assert error < 1e-5
+
+
+class Checkpointed(nn.Module):
+    """Layers between two others, computed again in backward, each in a pass of its own."""
+
+    def __init__(self, ends_are_trained: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 40), nn.Linear(40, 30)
+        self.between = nn.ModuleList([nn.Linear(40, 40) for _ in range(3)])
+        for end in (self.first, self.last):
+            end.requires_grad_(ends_are_trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.between:
+            x = x + checkpoint(layer, x, use_reentrant=True)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def checkpointed(kind: str, ends_are_trained: bool) -> list[int]:
+    torch.manual_seed(0)
+    model = Checkpointed(ends_are_trained)
+    for part in (*model.between, model):
+        fully_shard(part, mesh=mesh_of(kind))
+    found = []
+    with closing(gw.attach(model, "errorfeedback", min_numel=0)) as link:
+        for step in range(2):
+            x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+            model(x.requires_grad_()).square().sum().backward()
+            found.append(link.round)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["shards", "replicas"])
+@pytest.mark.parametrize("ends_are_trained", [True, False])
+def test_a_backward_pass_with_passes_within_it_is_one_round(
+    four_ranks: Ranks, kind: str, ends_are_trained: bool
+) -> None:
+    assert four_ranks(checkpointed, kind, ends_are_trained) == [[1, 2]] * 4
 
 
 def thawed(kind: str) -> tuple[str, list[bool]]:

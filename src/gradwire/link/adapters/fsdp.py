@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from gradwire.link.adapters.fsdp_units import (
     Hook,
     Unit,
     all_units,
+    end_with_passes,
     mesh_groups,
     mesh_ranks,
     trainable_units,
@@ -73,6 +75,7 @@ def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessG
         name_collectives(unit.module, unit.group, unit.name, exchange.link.naming, numel)
         if isinstance(exchange, _Replicas) and not unit.parameters:
             exchange.guard(unit)
+    end_with_passes(module, exchange.end)
     return exchange.link
 
 
@@ -100,7 +103,7 @@ class _ShardedExchange:
     def make_room(self, unit: Unit) -> None:
         """Wait until a unit's exchange may start; call it before its gradients are copied."""
         if id(unit) in self._reduced:
-            self._end()
+            self.end()
         self._wait(IN_FLIGHT - 1)
 
     def start(
@@ -116,7 +119,7 @@ class _ShardedExchange:
         """
         index = len(self._reduced)
         self._reduced.add(id(unit))
-        Variable._execution_engine.queue_callback(self._end)
+        Variable._execution_engine.queue_callback(partial(self._end_pass, unit))
         future = self.link.exchange(index, unit.names, flat, False)
 
         def finish() -> None:
@@ -141,7 +144,13 @@ class _ShardedExchange:
         while len(self._in_flight) > most:
             self._in_flight.popleft().wait()
 
-    def _end(self) -> None:
+    def _end_pass(self, unit: Unit) -> None:
+        """End the round at the end of a backward pass, but not of one within another, as of a reentrant checkpoint."""
+        if not unit.in_backward:
+            self.end()
+
+    def end(self) -> None:
+        """Wait for all exchanges, and end the round, if one has begun."""
         self._wait(0)
         if self._reduced:
             self._reduced.clear()

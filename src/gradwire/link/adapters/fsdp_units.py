@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,11 @@ class Unit:
                 "model.set_reduce_scatter_unused_params(True), or set requires_grad=False before attach"
             )
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether FSDP2's own end of the backward pass is still to come."""
+        return bool(self.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
+
     def settle(self) -> None:
         """Make the gradients plain tensors again after their exchange."""
         for p in self.group.fsdp_params:
@@ -110,6 +115,31 @@ class Hook:
 
     def remove(self) -> None:
         """Restore FSDP2's own reduction of the unit's gradients."""
+
+
+class _PassEnd:
+    """FSDP2's own end of a backward pass, and what comes after it.
+
+    It begins in the first module whose gradients are there, and so belongs to the whole pass, also where modules are
+    reduced in passes within it, as of reentrant checkpoints.
+    """
+
+    def __init__(self, state: Any, then: Callable[[], None]) -> None:
+        native = state._root_post_backward_final_callback
+        self._native: Callable[[], None] = native._native if isinstance(native, _PassEnd) else native
+        self._then = then
+
+    def __call__(self) -> None:
+        self._native()
+        self._then()
+
+
+def end_with_passes(module: nn.Module, then: Callable[[], None]) -> None:
+    """Call ``then`` after FSDP2's own end of each backward pass that begins in a sharded module."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            state._root_post_backward_final_callback = _PassEnd(state, then)
 
 
 def trainable_units(module: nn.Module) -> list[Unit]:
