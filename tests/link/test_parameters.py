@@ -136,3 +136,38 @@ def test_a_parameter_that_is_no_longer_frozen_is_not_left_out_in_silence(three_r
         assert before == "1 round"
         assert told.startswith("IncompatibleError: ")
         assert "parameter '0.weight' was frozen when the link was made" in told
+
+
+# ---------------------------------------------------------------------- parameters that DDP ignores
+
+
+def ignored(spec: str) -> tuple[list[float], list[float], int]:
+    """Train with a layer and a buffer of each rank's own; return what they hold, what another layer does, and bytes."""
+    rank, module = dist.get_rank(), layers(2)
+    module.register_buffer("own", torch.full((50,), float(rank)))
+    with torch.no_grad():
+        module[0].bias.fill_(float(rank))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight", "0.bias", "own"])
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    link = gw.attach(ddp, spec)
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(inputs()).square().mean().backward()
+        optimizer.step()
+    traffic = link.traffic()
+    link.close()
+    return [float(x.detach().sum()) for x in (module[0].bias, module.own)], [
+        float(p.detach().sum()) for p in module[-1].parameters()
+    ], traffic.buffer_bytes  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("spec", ["terngrad", "LocalSGD(every=2)"])
+def test_what_ddp_ignores_stays_each_ranks_own(three_ranks: Ranks, spec: str) -> None:
+    found = three_ranks(ignored, spec)
+    biases, buffers = zip(*(own for own, _, _ in found))
+    assert len(set(biases)) == 3
+    assert list(buffers) == [0.0, 50.0, 100.0]
+    assert found[0][1] == found[1][1] == found[2][1]
+    assert [sent for _, _, sent in found] == [0] * 3

@@ -3,6 +3,7 @@
 This module does not postpone annotations: DDP compares a hook's annotations with the types themselves.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,18 +25,26 @@ def attach_ddp(
     """Exchange the gradients of a DDP module by a method from now on; see :func:`gradwire.attach`."""
     group = _check(module, process_group)
     refuse_scatter(options["collective"], "a DistributedDataParallel module")
-    link = Link(module.module.named_parameters(), method, group=group, **options)
+    link = Link(_not_ignored(module, module.module.named_parameters()), method, group=group, **options)
     module._comm_hooks.clear()
     module.register_comm_hook(_Hooked(module, link), _exchange)
     if link.method.traits.local_steps:
         # DDP would send rank 0's buffers before every forward, and overwrite those that each rank has computed.
         module.broadcast_buffers = False
         link.local.count_any_optimizer()
-        link.local.buffers = [b for b in module.module.buffers() if b.is_floating_point()]
+        buffers = _not_ignored(module, module.module.named_buffers())
+        link.local.buffers = [b for _, b in buffers if b.is_floating_point()]
     _count_buffers(module, link)
     if module.find_unused_parameters:
         caution_about_unused(link.method, link._runtime.warnings)
     return link
+
+
+def _not_ignored(
+    module: DistributedDataParallel, named: Iterable[tuple[str, torch.Tensor]]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters or buffers that DDP was not told to leave to each rank."""
+    return [(name, tensor) for name, tensor in named if name not in module.parameters_to_ignore]
 
 
 class _Hooked:
@@ -115,7 +124,8 @@ class _BufferCounter:
 
 
 def _count_buffers(module: DistributedDataParallel, link: Link) -> None:
-    size = sum(b.numel() * b.element_size() for b in module.module.buffers())
+    buffers = _not_ignored(module, module.module.named_buffers())
+    size = sum(b.numel() * b.element_size() for _, b in buffers)
     if size and module.broadcast_buffers:
         counter = _BufferCounter(size * _broadcast_copies(link.rank, link.world_size))
         module.register_forward_pre_hook(counter)
