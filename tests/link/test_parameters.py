@@ -138,6 +138,31 @@ def test_a_parameter_that_is_no_longer_frozen_is_not_left_out_in_silence(three_r
         assert "parameter '0.weight' was frozen when the link was made" in told
 
 
+def frozen_later() -> tuple[bool, bool, list[float]]:
+    """Freeze a layer during training; return whether it stays as it is, and what the other layer is on each rank."""
+    module = layers(2)
+    first, last = module
+    link = gw.Link(module.named_parameters(), "errorfeedback")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.5)
+    for step in range(4):
+        if step == 2:
+            first.requires_grad_(False)
+            before = copy.deepcopy(first)
+        optimizer.zero_grad()
+        module(inputs()).square().mean().backward()
+        link.reduce_()
+        optimizer.step()
+    link.close()
+    stays = all(torch.equal(a, b) for a, b in zip(first.parameters(), before.parameters()))
+    return stays, first.weight.grad is None, [float(p.detach().sum()) for p in last.parameters()]
+
+
+@pytest.mark.ranks
+def test_a_parameter_that_is_frozen_later_gets_no_gradient(three_ranks: Ranks) -> None:
+    found = three_ranks(frozen_later)
+    assert found == [(True, True, found[0][2])] * 3
+
+
 # ---------------------------------------------------------------------- parameters that DDP ignores
 
 

@@ -348,8 +348,8 @@ class Link(LinkState, LocalStepsUser):
     def reduce_(self) -> None:
         """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective call).
 
-        A parameter without a gradient on this rank takes part with zeros, and receives the mean. Under a method with
-        local steps, gradients do not change.
+        A parameter without a gradient on this rank takes part with zeros, and receives the mean, unless it was frozen
+        after the link was made. Under a method with local steps, gradients do not change.
         """
         refuse_scatter(self.options.collective, "reduce_()")
         buckets = own_buckets(self._parameters, 4 * self.options.chunk_numel)

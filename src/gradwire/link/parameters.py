@@ -99,11 +99,16 @@ def check_steps_in_backward(name: str, p: torch.Tensor) -> None:
 def gradient(p: torch.Tensor) -> torch.Tensor:
     """Return a parameter's gradient, with the parameter's layout; zeros if there is none.
 
+    The parameter keeps them, unless it requires no gradient any more: an optimizer would then go on to change it.
+
     Raises:
         IncompatibleError: the gradient is sparse.
     """
     if p.grad is None:
-        p.grad = torch.zeros_like(p)
+        zeros = torch.zeros_like(p)
+        if not p.requires_grad:
+            return zeros
+        p.grad = zeros
     if p.grad.is_sparse:
         raise IncompatibleError("a sparse gradient cannot be exchanged; build the embedding with sparse=False")
     if p.grad.stride() != p.stride():
