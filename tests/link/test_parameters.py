@@ -163,6 +163,27 @@ def test_a_parameter_that_is_frozen_later_gets_no_gradient(three_ranks: Ranks) -
     assert found == [(True, True, found[0][2])] * 3
 
 
+def frozen_too_late() -> str:
+    """Freeze a layer between DDP and attach; return the error of the first backward pass."""
+    module = layers(2)
+    ddp = DistributedDataParallel(module, find_unused_parameters=True)
+    module[0].requires_grad_(False)
+    link = gw.attach(ddp, "terngrad")
+    try:
+        ddp(inputs()).square().mean().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        link.close()
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_a_parameter_that_is_frozen_between_ddp_and_attach_is_named(three_ranks: Ranks) -> None:
+    for told in three_ranks(frozen_too_late):
+        assert told.startswith("IncompatibleError: parameter '0.weight' was frozen after the module was wrapped")
+
+
 # ---------------------------------------------------------------------- parameters that DDP ignores
 
 

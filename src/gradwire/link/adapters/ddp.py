@@ -48,11 +48,12 @@ def _not_ignored(
 
 
 class _Hooked:
-    """The state that DDP passes to the hook: the link, and the names of the parameters by identity."""
+    """The state that DDP passes to the hook: the link, and the names of all parameters and of those it exchanges."""
 
     def __init__(self, module: DistributedDataParallel, link: Link) -> None:
         self.link = link
         self.names = {id(p): plain_name(name) for name, p in module.module.named_parameters()}
+        self.exchanged = {plain_name(name) for name, p in module.module.named_parameters() if p.requires_grad}
 
     def __reduce__(self) -> Any:
         return self.link.__reduce__()
@@ -71,6 +72,12 @@ def _exchange(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
     if flat.is_sparse:
         raise IncompatibleError("a sparse gradient cannot be exchanged; build the embedding with sparse=False")
     names = [state.names[id(p)] for p in bucket.parameters()]
+    for name in names:
+        if name not in state.exchanged:
+            raise IncompatibleError(
+                f"parameter {name!r} was frozen after the module was wrapped, so that DDP still reduces it, and before "
+                "attach, so that the link does not: freeze parameters before DistributedDataParallel(module)"
+            )
     return state.link.exchange(bucket.index(), names, flat, bucket.is_last())
 
 
