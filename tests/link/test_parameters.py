@@ -92,11 +92,32 @@ def test_the_scale_of_a_loss_is_the_scalers() -> None:
         check_scaler(True)
 
 
+def inputs() -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def differentiable(create_graph: bool) -> list[torch.Tensor]:
+    """Exchange gradients, which may themselves depend on the parameters."""
+    module = layers(2)
+    # Its gradient has other strides than itself.
+    module[0].weight = nn.Parameter(module[0].weight.detach().t())
+    link = gw.Link(module.named_parameters(), "terngrad")
+    module(inputs()).square().mean().backward(create_graph=create_graph)
+    link.reduce_()
+    link.close()
+    found = [p.grad.detach().clone() for p in module.parameters()]  # type: ignore[union-attr]
+    module.zero_grad()  # the graph refers to the parameters
+    return found
+
+
+@pytest.mark.ranks
+def test_gradients_with_a_graph_are_exchanged_as_others_are(three_ranks: Ranks) -> None:
+    found, expected = (three_ranks(differentiable, create_graph) for create_graph in (True, False))
+    for ours, theirs in zip(found, expected):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
 # ---------------------------------------------------------------------- frozen parameters
-
-
-def inputs(width: int = 64) -> torch.Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
 def thawed(kind: str) -> tuple[str, str]:

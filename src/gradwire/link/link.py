@@ -345,6 +345,7 @@ class Link(LinkState, LocalStepsUser):
         if self._round is not None:
             self._round.end()
 
+    @torch.no_grad()
     def reduce_(self) -> None:
         """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective call).
 
