@@ -78,6 +78,7 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
     found["largest residual"] = max(scaled.values())
     other = nn.Linear(3, 3)
     found["a second module"] = refusal(lambda: accelerator.prepare(other))
+    found["a second method"] = refusal(lambda: gw.integrations.accelerate(accelerator, METHOD, model=model))
     found["the first one's link"] = attachment.link.close.alive
     # As between two trainings, or where a batch that fits is sought.
     accelerator.free_memory()

@@ -86,6 +86,7 @@ def test_accelerate_accumulates_scales_and_keeps_every_ranks_optimizer(tmp_path:
     assert found["rounds"] == 2, "four micro-steps, two at a time"
     assert found["scaler"]
     assert "serves one module" in found["a second module"]
+    assert "was called for this accelerator before" in found["a second method"]
     assert found["the first one's link"], "it goes on"
     assert found["after free_memory"], "another module takes its place"
     assert "call gw.integrations.accelerate before prepare, or give it what prepare returned" in found["too late"]

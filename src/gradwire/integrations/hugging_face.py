@@ -16,6 +16,12 @@ ANOTHER = (
     "call it, name the one that it serves (model=...), and use gw.attach on the other"
 )
 
+AGAIN = (
+    "gw.integrations.accelerate serves one module of an accelerator, and its checkpoints hold one link's state: it was "
+    "called for this accelerator before; use gw.attach on the other module, with gw.save and gw.load, or close the "
+    "first link (attachment.link.close())"
+)
+
 LATE = (
     "this accelerator has prepared a model already, to which nothing would be attached: call "
     "gw.integrations.accelerate before prepare, or give it what prepare returned (model=...)"
@@ -55,11 +61,13 @@ def accelerate(
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: the accelerator has one of PyTorch's communication hooks, does not train by DDP, or has
-            prepared a module already and ``model`` is None. ``prepare`` raises it for a second module.
+        IncompatibleError: the accelerator has one of PyTorch's communication hooks, does not train by DDP, serves a
+            module of an earlier call, or has prepared a module already and ``model`` is None. ``prepare`` raises it
+            for a second module.
     """
     attachment = Attachment(method, fresh, options)
     _check_ddp(accelerator)
+    _check_free(accelerator)
     if model is not None:
         _attach_to_prepared(accelerator, attachment, model)
     elif accelerator._models and accelerator.num_processes > 1:
@@ -70,10 +78,11 @@ def accelerate(
     loaded: list[Path] = []
 
     def before_save(models: Any, weights: Any, folder: str) -> None:
-        attachment.save(Path(folder) / FOLDER)
+        if accelerator.gradwire is attachment:
+            attachment.save(Path(folder) / FOLDER)
 
     def before_load(models: Any, folder: str) -> None:
-        loaded[:] = [Path(folder)]
+        loaded[:] = [Path(folder)] if accelerator.gradwire is attachment else []
 
     original = accelerator.load_state
 
@@ -85,8 +94,21 @@ def accelerate(
 
     accelerator.register_save_state_pre_hook(before_save)
     accelerator.register_load_state_pre_hook(before_load)
-    accelerator.load_state = load_state
+    accelerator.load_state, accelerator.gradwire = load_state, attachment
     return attachment
+
+
+def _check_free(accelerator: Any) -> None:
+    """Refuse an accelerator that serves a module already, since its checkpoints hold the state of one link.
+
+    Raises:
+        IncompatibleError: there is an attachment whose module is still trained, or not prepared yet.
+    """
+    earlier = getattr(accelerator, "gradwire", None)
+    if earlier is not None and accelerator.num_processes > 1:
+        is_kept = earlier.is_open and any(map(earlier.serves, accelerator._models))
+        if is_kept or earlier.link is None:
+            raise IncompatibleError(AGAIN)
 
 
 def _attach_to_prepared(accelerator: Any, attachment: Attachment, model: Any) -> None:
