@@ -71,6 +71,30 @@ def test_files_of_two_saves_are_refused(three_ranks: Any, tmp_path: Path) -> Non
     assert round == 4
 
 
+def save_apart(folder: str) -> tuple[str, list[str]]:
+    """Save to a folder of all ranks, and to one of each rank's own; return the error of that, and what it left."""
+    from gradwire.link import checkpoint
+
+    checkpoint.SEEN_S, before = 0.0, checkpoint.SEEN_S
+    parameter, link = make()
+    go(parameter, link, 1)
+    own = Path(folder, f"machine-{link.rank}")
+    found = [refusal(lambda to=to: gw.save(link, to)) for to in (Path(folder, "shared"), own)]
+    found.append(refusal(lambda: gw.load(link, Path(folder, "shared"))))
+    link.close()
+    checkpoint.SEEN_S = before
+    assert found[0] == found[2] == "nothing was refused"
+    return found[1], sorted(path.name for path in own.iterdir())
+
+
+def test_folders_that_ranks_do_not_share_are_refused_by_save(three_ranks: Any, tmp_path: Path) -> None:
+    for told, files in three_ranks(save_apart, str(tmp_path)):
+        assert told.startswith("IncompatibleError: rank 0: ")
+        assert "machine-0/rank-1-" in told
+        assert "which rank 1 has written, is not seen here: give a folder that all ranks share" in told
+        assert files == []
+
+
 def cut_a_save_short(folder: str) -> tuple[bool, bool, list[str], str]:
     """Save, then fail where ``common.pt`` is written; give whether what loads is the earlier state, bit for bit."""
     import torch.distributed as dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,9 @@ from gradwire.link.link import Link
 from gradwire.link.state import without_some_ranks
 
 State = dict[str, dict[str, torch.Tensor]]
+
+SEEN_S = 10.0
+"""Seconds in which a file that another machine has written must be seen: network file systems may show it late."""
 
 _RANK_FILE = re.compile(r"rank-\d+-([0-9a-f]{16})\.pt(?:\.partial)?")
 
@@ -55,7 +59,8 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
             steps and gossip pass the state of the model and the optimizer, which differ between ranks.
 
     Raises:
-        IncompatibleError: a file could not be written, or the last round broke, on this rank or on another.
+        IncompatibleError: a file could not be written, or the last round broke, on this rank or on another; or rank 0
+            does not see the file of another rank.
         PayloadError: a rank sent an invalid message; the error names the rank.
         ExchangeError: a rank is gone; the link is broken then.
     """
@@ -79,6 +84,7 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
         packed, digest = pack(part if own is None else {**part, "own": dict(own)})
         digests = [told[1] for told in _tell(link, _problem(packed, path), number, digest)]
         # All ranks' files are written. Replacing common.pt completes this save.
+        unseen = _unseen(link, target, number) if link.rank == 0 else None
         common = {
             "save": {"number": torch.tensor(number, device="cpu")},
             "world_size": {"value": torch.tensor(link.world_size, device="cpu")},
@@ -87,7 +93,8 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
                 for rank, found in enumerate(digests)
             },
         }
-        _share(link, _problem(pack({**common, **state})[0], target / "common.pt") if link.rank == 0 else None)
+        complete = link.rank == 0 and unseen is None
+        _share(link, _problem(pack({**common, **state})[0], target / "common.pt") if complete else unseen)
     except IncompatibleError:
         # A rank told all others of a problem, so rank 0 has not replaced common.pt. After any other error it may have,
         # and common.pt then names this file; if it does not, a later save removes the file.
@@ -213,6 +220,22 @@ def _problem(value: object, path: Path) -> str | None:
         write_atomically(value, path)
     except GradwireError as error:
         return str(error)
+    return None
+
+
+def _unseen(link: Link, folder: Path, number: int) -> str | None:
+    """Return the problem if this rank does not see all ranks' files of a save, else None."""
+    end = time.monotonic() + SEEN_S
+    for place, rank in enumerate(link.group.ranks):
+        path = _own(folder, place, number)
+        # Path.exists() may raise, which the other ranks would not learn of.
+        while not os.path.exists(path):
+            if time.monotonic() >= end:
+                return (
+                    f"{path}, which rank {rank} has written, is not seen here: give a folder that all ranks share, "
+                    "such as one of a network file system; what was saved before is untouched"
+                )
+            time.sleep(0.05)
     return None
 
 
