@@ -158,6 +158,27 @@ def test_buffers_are_averaged_with_the_parameters_and_not_broadcast(three_ranks:
     assert not torch.equal(later[0]["buffers"][0], later[1]["buffers"][0])
 
 
+def masked(numel: int) -> tuple[int, bool]:
+    """Train with a buffer that is the same on all ranks; return what was sent, and whether it is as it was."""
+    rank, module = torch.distributed.get_rank(), built(norm=True)
+    mask = torch.full((numel,), -torch.inf)
+    module.register_buffer("mask", mask.clone())
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    link = gw.attach(ddp, "LocalSGD(every=2)", min_numel=0)
+    for step in range(2):
+        ddp(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    sent = link.traffic().sent_bytes
+    link.close()
+    return sent, torch.equal(module.mask, mask)
+
+
+def test_buffers_that_are_equal_on_all_ranks_are_not_sent(three_ranks: Ranks) -> None:
+    assert three_ranks(masked, 10_000) == three_ranks(masked, 10)
+    assert all(same for _, same in three_ranks(masked, 10))
+
+
 def of_two(module: nn.Module) -> list[torch.optim.Optimizer]:
     """Return an optimizer of the matrices, and one of all else."""
     parameters = list(module.parameters())

@@ -15,6 +15,7 @@ from gradwire.exchange.planning import own_buckets
 from gradwire.exchange.protocols import Context, Workspace
 from gradwire.exchange.segments import flat_view
 from gradwire.link.global_parameters import GlobalParameters, State, mean_over_ranks, parameters_of
+from gradwire.link.handshake import digest
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.parameters import put, swapped
 from gradwire.link.round import Mean, Round, as_it_is
@@ -332,13 +333,19 @@ class LocalSteps:
         return [found[name] for name in self._named]
 
     def _mean_buffers(self) -> list[torch.Tensor]:
-        """Return the mean over ranks of each buffer, by a gather of their few values."""
-        if not self.buffers:
+        """Return the mean over ranks of each buffer, by a gather of the few values of those that differ."""
+        found = [flat_view(b.detach()) for b in self.buffers]
+        if not found:
             return []
-        sizes = [b.numel() for b in self.buffers]
-        own = torch.cat([flat_view(b.detach()).to(torch.float32) for b in self.buffers])
-        mean = torch.tensor(self._channel.gather(own.tolist()), dtype=torch.float64, device="cpu").mean(0)
-        return list(mean.split(sizes))
+        # A mask or a table, which may be large, is the same everywhere.
+        digests = self._channel.gather([digest(x) for x in found])
+        apart = [i for i, of_ranks in enumerate(zip(*digests)) if len(set(of_ranks)) > 1]
+        if apart:
+            own = torch.cat([found[i].to(torch.float32) for i in apart])
+            mean = torch.tensor(self._channel.gather(own.tolist()), dtype=torch.float64, device="cpu").mean(0)
+            for i, part in zip(apart, mean.split([found[i].numel() for i in apart])):
+                found[i] = part
+        return found
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Count the steps of an optimizer or a scaler, if there is one; return a function that ends all counting."""
