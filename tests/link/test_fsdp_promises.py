@@ -295,10 +295,11 @@ def test_padding_is_never_read_and_is_zeros_afterwards(four_ranks: Ranks) -> Non
 # ---------------------------------------------------------------------- what is FSDP2's own
 
 
-def natives() -> tuple[list[list[int]], list[int]]:
+def natives() -> tuple[list[list[int]], list[int], int]:
     """Return the ranks of FSDP2's own all-reduce before and while links are there, and how many each link has."""
     _, mesh = meshes()
     model, groups, sizes = sharded(mesh), list[list[int]](), list[int]()
+    count = list[int]()
 
     def note() -> None:
         infos = [part._get_fsdp_state()._fsdp_param_group.mesh_info for part in (model, *model.blocks)]
@@ -311,14 +312,16 @@ def natives() -> tuple[list[list[int]], list[int]]:
         sizes.append(link.world_size)
         note()
         link.close()
-    return groups, sizes
+        count.append(len(dist.distributed_c10d._world.pg_map))
+    return groups, sizes, count[1] - count[0]
 
 
 def test_natives_all_reduce_is_that_of_a_rank_alone(four_ranks: Ranks) -> None:
     """And replicas are found again where a module is attached to once more."""
-    for rank, (groups, sizes) in enumerate(four_ranks(natives)):
+    for rank, (groups, sizes, more) in enumerate(four_ranks(natives)):
         assert groups == [[rank % 2, rank % 2 + 2], [rank], [rank]]
         assert sizes == [2, 2]
+        assert more == 0, "links share the group of this rank"
 
 
 def other_refusals() -> dict[str, str]:

@@ -5,6 +5,7 @@ Only layouts are here, and the order of exchanges.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,6 +40,9 @@ IN_FLIGHT = 3
 
 Their gradients are kept until then.
 """
+
+_ALONE: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""The group of this rank alone, by the default group."""
 
 
 def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessGroup | None, options: Any) -> Link:
@@ -264,7 +268,7 @@ class _Replicas(_ShardedExchange):
         for unit in units:
             if hasattr(unit.group.mesh_info, "replicate_process_group"):
                 # FSDP2's own all-reduce cannot be turned off. In a group of this rank alone it sends nothing.
-                alone = alone or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+                alone = alone or _group_of_this_rank()
             _AllReduceHook(self, unit, alone)
 
     def guard(self, unit: Unit) -> None:
@@ -275,6 +279,14 @@ class _Replicas(_ShardedExchange):
         # With FSDP2's own all-reduce, replicas stay equal without a link.
         if unit.group._all_reduce_hook is None and not hasattr(unit.group.mesh_info, "replicate_process_group"):
             _FrozenHook(self.link, unit)
+
+
+def _group_of_this_rank() -> dist.ProcessGroup:
+    """Return a group of this rank alone, the same one for all links, since it lasts as long as the process group."""
+    whole = dist.group.WORLD
+    if whole not in _ALONE:
+        _ALONE[whole] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _ALONE[whole]
 
 
 class _FrozenHook(Hook):
