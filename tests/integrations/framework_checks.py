@@ -5,11 +5,13 @@ Rank 0 prints what it found as JSON. Importing a framework takes longer than all
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,10 +339,11 @@ def with_fabric(folder: Path) -> dict[str, Any]:
     found["too early"] = refusal(lambda: fabric.load(folder / "a.ckpt", {"model": bare, "optimizer": optimizer}))
 
     fabric, attachment = started("DiLoCo(every=2, inner=EDEN(bits=4))")
-    found["rounds of each optimizer"] = []
+    found["rounds of each optimizer"], made = [], list[Any]()
     for alone in (False, True):
         for kind in (torch.optim.SGD, torch.optim.AdamW):
             optimizer = kind(bare.parameters(), lr=0.01)
+            made.append(weakref.ref(optimizer))
             if alone:
                 model = fabric.setup_module(bare)
                 optimizer = fabric.setup_optimizers(optimizer)
@@ -349,7 +352,11 @@ def with_fabric(folder: Path) -> dict[str, Any]:
             train(fabric, model, optimizer, 2)
             names = [type(one).__name__ for one in attachment.optimizers()]
             found["rounds of each optimizer"].append([attachment.link.round, *names])
+            made.append(weakref.ref(model._forward_module))
             attachment.link.close()
+    model = optimizer = None
+    gc.collect()
+    found["kept"] = [type(one()).__name__ for one in made if one() is not None]
     return found
 
 

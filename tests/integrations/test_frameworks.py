@@ -140,6 +140,7 @@ def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> Non
     assert found["rounds of two, one of them loaded"] == [3, 3]
     assert found["the place of a closed link is free"] == [2, True]
     assert found["rounds of each optimizer"] == [[1, "SGD"], [1, "AdamW"]] * 2, "those of closed links count no steps"
+    assert found["kept"] == [], "what the program has dropped is freed"
 
 
 def test_on_one_device_lightning_and_fabric_train_and_nothing_is_attached(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import IncompatibleError
@@ -38,7 +40,9 @@ class Attachment:
         self.method, self._fresh, self._options = read_method(method), fresh, options
         self.link: Link | None = None
         self.optimizers: Callable[[], Sequence[Any]] = tuple
-        self._module: DistributedDataParallel | None = None
+        # A module that the program has dropped, as between two trainings, is freed.
+        self._wrapped: Callable[[], DistributedDataParallel | None] = _nothing
+        self._inner: Callable[[], nn.Module | None] = _nothing
 
     def attach(self, module: Any, optimizer: Any = None, grad_scaler: Any = None) -> None:
         """Attach to a wrapped module, compiled or not; do nothing if it is not wrapped, or with a single process.
@@ -57,13 +61,13 @@ class Attachment:
         given = {"optimizer": optimizer}
         if grad_scaler is not None and grad_scaler.is_enabled():
             given["grad_scaler"] = grad_scaler
-        self._module = module
+        self._wrapped, self._inner = weakref.ref(module), weakref.ref(module.module)
         self.link = attach(module, self.method, **given | self._options)
 
     @property
     def module(self) -> Any:
-        """The user's own module inside the wrapped one; None before it is attached to."""
-        return None if self._module is None else self._module.module
+        """The user's own module inside the wrapped one; None before it is attached to, and after it was freed."""
+        return self._inner()
 
     @property
     def is_open(self) -> bool:
@@ -72,16 +76,16 @@ class Attachment:
 
     def serves(self, module: object) -> bool:
         """Return whether a module, wrapped or not, is the one with the link."""
-        return module is not None and (module is self._module or module is self.module)
+        return module is not None and (module is self._wrapped() or module is self.module)
 
     def save(self, folder: Path) -> None:
         """Save the link's state (collective), and under local steps this rank's model and optimizers."""
-        if self.link is None or self._module is None:
+        if self.link is None or self.module is None:
             return
         own = None
         if self.method.traits.local_steps:
             # The framework saves those of rank 0, and here they differ between ranks.
-            own = {"model": self._module.module.state_dict()}
+            own = {"model": self.module.state_dict()}
             own["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers()]
         save(self.link, folder, own)
 
@@ -98,7 +102,7 @@ class Attachment:
         Raises:
             IncompatibleError: the checkpoint has no state of the link, and ``fresh`` is not set.
         """
-        if self.link is None or self._module is None:
+        if self.link is None or self.module is None:
             if (folder / "common.pt").exists():
                 warnings.warn(
                     f"{folder} holds what {self.method!r} remembers on each rank, and one process exchanges nothing: "
@@ -116,7 +120,7 @@ class Attachment:
         own = load(self.link, folder)
         if own is None:
             return _nothing
-        self._module.module.load_state_dict(own["model"])
+        self.module.load_state_dict(own["model"])
 
         def restore() -> None:
             for optimizer, state in zip(self.optimizers(), own["optimizers"], strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -175,8 +176,9 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
         def __init__(self) -> None:
             super().__init__(**(ddp or {}))
             self.attachments: list[Attachment] = []
-            # Optimizers in the order in which they were set up, with what closes the links that each has served.
-            self._known: dict[Any, list[Any]] = {}
+            # Optimizers in the order in which they were set up, with what closes the links that each has served; not
+            # kept alive.
+            self._known: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
             self._prepare_another()
 
         @property
