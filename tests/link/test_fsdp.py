@@ -616,6 +616,11 @@ def refusals() -> dict[str, str]:
     frozen = plain().requires_grad_(False)
     found["frozen"] = refusal(lambda: gw.attach(fully_shard(frozen, mesh=flat), "qsgd"))
     found["other values"] = refusal(lambda: gw.attach(sharded(mesh, seed=rank // 2), "qsgd"))
+    model = plain()
+    model.blocks[0].load_state_dict(plain(seed=rank // 2).blocks[0].state_dict())
+    for part in (model.blocks[0].requires_grad_(False), model):
+        fully_shard(part, mesh=mesh)
+    found["other frozen values"] = refusal(lambda: gw.attach(model, "qsgd"))
     return found
 
 
@@ -637,9 +642,11 @@ def test_what_does_not_fit_is_refused_by_name(four_ranks: Ranks) -> None:
         "columns": "sharded along dimension 1",
         "frozen": "requires a gradient: there is nothing to exchange",
         "other values": "",
+        "other frozen values": "",
     }
     for rank, found in enumerate(four_ranks(refusals)):
         expected["other values"] = f'RankMismatchError: rank {2 + rank % 2} differs from rank {rank % 2} in "values of '
+        expected["other frozen values"] = expected["other values"] + "parameter 'blocks.0."
         assert found.keys() == expected.keys()
         for case, sentence in expected.items():
             assert sentence in found[case], case

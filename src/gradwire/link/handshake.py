@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import GradwireError, IncompatibleError, RankMismatchError
-from gradwire.exchange.drivers import Group, TorchGroup
+from gradwire.exchange.drivers import Group, TorchGroup, group_of
 from gradwire.exchange.drivers.tables import Plain, all_gather_tables, plain
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import Options
@@ -201,6 +201,21 @@ def digest(tensor: torch.Tensor) -> int:
 def value_terms(parameters: Mapping[str, torch.Tensor]) -> dict[str, object]:
     """Return digests of parameters as fields in which all ranks of a link must agree."""
     return {f"values of parameter {name!r}": f"checksum {digest(p):08x}" for name, p in parameters.items()}
+
+
+def compare_values(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup, beside: Iterable[int]) -> None:
+    """Compare parameters over the ranks of a group (collective call).
+
+    Args:
+        parameters: Parameters by name.
+        group, beside: See :func:`agreement`.
+
+    Raises:
+        RankMismatchError: ranks have different ones.
+        ExchangeError: a rank is gone.
+    """
+    with agreement(group_of(group), beside) as mine:
+        mine.fields = value_terms(parameters)
 
 
 class ReplicaCheck:

@@ -31,6 +31,7 @@ from gradwire.link.adapters.fsdp_units import (
     trainable_units,
 )
 from gradwire.link.checks import check_unit_by_unit
+from gradwire.link.handshake import compare_values
 from gradwire.link.link import Link
 from gradwire.link.parameters import check_still_frozen
 from gradwire.seeds import shard_seed
@@ -73,6 +74,7 @@ def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessG
                 f"process_group has ranks {ranks(group)}, and the module is sharded over ranks {ranks(shards)}: the "
                 "ranks that hold the same shard are needed, such as mesh['replicate'].get_group(), or no process_group"
             )
+        _check_frozen(module, group)
         exchange = _Replicas(units, group, shards, method, options)
     for unit in all_units(module):
         numel = unit.padded if isinstance(exchange, _Replicas) else 0
@@ -81,6 +83,18 @@ def attach_fsdp(module: nn.Module, method: str | Method, replicas: dist.ProcessG
             exchange.guard(unit)
     end_with_passes(module, exchange.end)
     return exchange.link
+
+
+def _check_frozen(module: nn.Module, replicas: dist.ProcessGroup) -> None:
+    """Compare the frozen parameters of replicas, which nobody makes equal (collective call if there are some).
+
+    Raises:
+        RankMismatchError: replicas of a shard have different ones.
+    """
+    units = all_units(module)
+    frozen = {name: p for unit in units for name, p in unit.frozen.items()}
+    if frozen:
+        compare_values(frozen, replicas, mesh_ranks(units[0]))
 
 
 class _ShardedExchange:
