@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -92,6 +93,40 @@ def attach_beside_what_one_rank_still_holds() -> int:
     link.close()
     held.close()
     return number
+
+
+def load_a_number_in_use(early: bool) -> list[str]:
+    """Load the state of an open link into another, before its first round or later; return what that says."""
+    first, second = attach(), attach()
+    told = Told()
+    if not early:
+        go(*second)
+    second[1].load_state_dict(first[1].state_dict())
+    logging.getLogger("gradwire").addHandler(told)
+    go(*second)
+    logging.getLogger("gradwire").removeHandler(told)
+    for _, link in (first, second):
+        link.close()
+    return told.texts
+
+
+class Told(logging.Handler):
+    """Keeps what the logger "gradwire" says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("early", [True, False])
+def test_a_number_that_is_loaded_twice_is_told_once(three_ranks: Any, early: bool) -> None:
+    (text,), *others = three_ranks(load_a_number_in_use, early)
+    assert text.startswith("two open links have the number 0, one of them from a checkpoint")
+    assert others == [[], []]
 
 
 class NumberedThing:

@@ -104,6 +104,7 @@ class Link(LinkState, LocalStepsUser):
 
     part: str = ""
     _unit_by_unit = False
+    _compared_number: int | None = None
 
     def __new__(cls, parameters: Any = None, method: Any = None, *, group: Any = None, **_: Any) -> Self:
         # Ranks that come and go bring the kind of link that follows them.
@@ -306,6 +307,9 @@ class Link(LinkState, LocalStepsUser):
         self._search.end_when_done()
         if runtime.rounds_here == 0:
             check_unscaled(self.method, self.grad_scaler)
+        if self.number.value != self._compared_number:
+            # It is the first round, or the first one after another number was loaded.
+            self._compared_number = self.number.value
             if (shared := share_a_number(self)) is not None:
                 runtime.warnings.once(shared, shared)
         replicated = self._parameters if self._local is None else self._local.replicated()
