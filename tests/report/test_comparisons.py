@@ -185,6 +185,25 @@ def test_the_steps_of_a_worker_that_joined_late_are_its_own(tmp_path: Path) -> N
     assert summarize(load_runs([run])[0]).step_time_s == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(
+    ("base", "other", "whose"),
+    [({}, {"membership": "10.0.0.1:29400"}, "this"), ({"membership": "10.0.0.1:29400"}, {}, "the fp32")],
+)
+def test_a_run_whose_workers_could_come_and_go_is_no_measure_and_is_not_judged(
+    tmp_path: Path, base: dict[str, Any], other: dict[str, Any], whose: str
+) -> None:
+    text = judged(tmp_path, base, other)
+    assert text.endswith(f"bits per element. Workers of {whose} run could come and go, {UNSAID}")
+
+
+def test_an_fp32_run_whose_workers_stayed_is_the_measure(tmp_path: Path) -> None:
+    elastic = write_run(tmp_path / "elastic", plan=plan(), membership="10.0.0.1:29400")
+    fixed = write_run(tmp_path / "fixed", plan=plan(lr=0.2))
+    run = write_run(tmp_path / "run", TERNGRAD, name="terngrad", step_time_s=0.005, plan=plan())
+    ((_, text),) = verdicts(load_runs([elastic, fixed, run]))
+    assert "It paid: the same accuracy in 0.50 of the time." in text
+
+
 @pytest.fixture(params=["no file", "an empty one", "half a row"])
 def begun(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A comparison of which one run has rows, and the other none."""

@@ -92,6 +92,20 @@ def test_more_bytes_than_float32_are_called_more(tmp_path: Path) -> None:
     assert "sends 6 kB: more, " in paragraph(tmp_path, sent_bytes=4000)
 
 
+@pytest.mark.parametrize(
+    ("step_time_s", "end"),
+    [
+        (0.0101, "It saved neither bytes nor time here."),
+        (0.015, "It did not pay in time here: 1.50 times as long to the same accuracy."),
+    ],
+)
+@pytest.mark.parametrize("sent_bytes", [3000, 4000])
+def test_bytes_that_are_not_fewer_are_not_called_saved(
+    tmp_path: Path, sent_bytes: int, step_time_s: float, end: str
+) -> None:
+    assert paragraph(tmp_path, sent_bytes=sent_bytes, step_time_s=step_time_s).endswith(end)
+
+
 def test_simulated_times_are_not_compared(tmp_path: Path) -> None:
     base = write_run(tmp_path / "a", simulated=True)
     other = write_run(tmp_path / "b", TERNGRAD, name="terngrad", simulated=True)

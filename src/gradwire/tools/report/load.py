@@ -132,6 +132,7 @@ OPTIONAL_CONFIG: dict[str, Form] = {
     "interfaces": _or_none(_listed(_record({"sent_payload_bytes": _whole}))),
     "link": _or_none(LINK),
     "local_steps": _or_none(_whole),
+    "membership": _or_none(_text),
 }
 
 ROW: dict[str, Form] = {
@@ -246,6 +247,11 @@ class Run:
     def exchanges_seldom(self) -> bool:
         """Whether most steps exchange nothing, so that the median of their times holds no exchange."""
         return (self.config.get("local_steps") or 0) > 1
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers could come and go, so that rows may begin late and each be of another number of workers."""
+        return self.config.get("membership") is not None
 
     @property
     def early_end(self) -> str | None:

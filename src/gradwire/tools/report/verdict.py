@@ -70,7 +70,9 @@ def baseline_of(run: Run, runs: Sequence[Run]) -> Run | None:
         for other in runs
         if other.config["method"].startswith("FP32(") and other.setting == run.setting and other is not run
     ]
-    return min(found, key=lambda other: (len(_fixed(run, other)), len(run.differing(other))), default=None)
+    return min(
+        found, key=lambda other: (other.elastic, len(_fixed(run, other)), len(run.differing(other))), default=None
+    )
 
 
 def _fixed(run: Run, base: Run) -> list[str]:
@@ -92,6 +94,9 @@ def verdict(run: Run, base: Run | None) -> str:
     fixed = _fixed(run, base)
     if fixed:
         return f"{saved} The fp32 run had {_with(base, fixed)}, and this one {_with(run, fixed)}, {UNSAID}"
+    if run.elastic or base.elastic:
+        # Its rows begin where it was taken in, and so does its time.
+        return f"{saved} Workers of {'this' if run.elastic else 'the fp32'} run could come and go, {UNSAID}"
     simulated, why = run.config["simulated"], _no_measure(base)
     told = [saved] if simulated else [saved, _step_time(run, base)]
     if why is not None:
@@ -192,6 +197,7 @@ def _hints(run: Run, base: Run) -> list[str]:
 
 
 def _conclusion(run: Run, base: Run, ratio: float | None) -> str:
+    fewer = run.rows[-1]["sent_bytes"] < run.rows[-1]["dense_bytes"]
     if ratio is None:
         mine_s, theirs_s, _ = _step_times(run, base)
         faster = mine_s is not None and theirs_s is not None and mine_s < theirs_s * (1 - SAME)
@@ -201,11 +207,10 @@ def _conclusion(run: Run, base: Run, ratio: float | None) -> str:
     if ratio < 1 - SAME:
         return f"It paid: the same accuracy in {ratio:.2f} of the time."
     if ratio <= 1 + SAME:
-        return "It saved bytes but no time here."
-    told = (
-        f"It did not pay in time here: {ratio:.2f} times as long to the same accuracy. Fewer bytes help once the link, "
-        "not the processor, sets the pace"
-    )
-    if run.config.get("lab"):
+        return "It saved bytes but no time here." if fewer else "It saved neither bytes nor time here."
+    told = f"It did not pay in time here: {ratio:.2f} times as long to the same accuracy"
+    if fewer:
+        told += ". Fewer bytes help once the link, not the processor, sets the pace"
+    if not fewer or run.config.get("lab"):
         return f"{told}."
     return f"{told}; local workers talk over memory, the fastest link there is."
