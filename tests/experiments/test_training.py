@@ -229,6 +229,16 @@ def test_a_parameter_that_turns_nan_is_named(tmp_path: Path, monkeypatch: pytest
     assert checkpoint_steps(tmp_path / "a") == [5]
 
 
+def test_an_evaluation_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SimulatedEngine.score
+    losses = iter([1.0, 1.0, float("nan")])
+    monkeypatch.setattr(SimulatedEngine, "score", lambda engine: (next(losses), real(engine)[1]))
+    with pytest.raises(TrainingError, match="the loss of the evaluation after step 10 is nan: use a lower learning"):
+        run.train(PLAN, Listener(), folder=tmp_path / "a")
+    assert checkpoint_steps(tmp_path / "a") == [5]
+    assert "NaN" not in (tmp_path / "a" / "metrics.jsonl").read_text()
+
+
 def test_the_average_of_constant_weights_is_the_weights() -> None:
     weight = torch.ones(3)
     average = Average(0.9, [weight])

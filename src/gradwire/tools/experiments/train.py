@@ -251,6 +251,12 @@ class Trainer:
         loss, accuracy = self.engine.score()
         if self.average:
             self.average.swap()
+        if not math.isfinite(loss):
+            # After the last step no training loss would show it.
+            raise TrainingError(
+                f"the loss of the evaluation after step {self.step} is {loss}: use a lower learning rate (--lr), or "
+                "look at the data"
+            )
         self._row("eval", loss, accuracy, None)
 
     def counters(self) -> dict[str, int]:
