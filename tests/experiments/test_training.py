@@ -6,10 +6,13 @@ import json
 import os
 import resource
 import shutil
+import signal
 import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import build_model
 from gradwire.tools.experiments.errors import RunError, TrainingError, UsageError
 from gradwire.tools.experiments.folder import ROW_FIELDS, RunFolder, checkpoint_steps
+from gradwire.tools.experiments.member import resume_as_member
 from gradwire.tools.experiments.order import DataOrder
 from gradwire.tools.experiments.run_record import config_of
 from gradwire.tools.experiments.simulate import SimulatedEngine
@@ -206,6 +210,16 @@ def test_resuming_what_cannot_be_resumed(tmp_path: Path, listener: Listener) -> 
         run.resume(folder, listener)
 
 
+@pytest.mark.parametrize("resume", [run.resume, partial(resume_as_member, address="127.0.0.1:1", secret="secret")])
+def test_a_run_that_was_interrupted_at_its_last_row_gets_its_report(
+    tmp_path: Path, listener: Listener, resume: Callable[..., Path]
+) -> None:
+    folder = run.train(PLAN, listener, folder=tmp_path / "a")
+    (folder / "report.html").unlink()
+    assert resume(folder, listener) == folder
+    assert (folder / "report.html").exists()
+
+
 def test_numbers_that_leave_stop_the_run_and_name_the_parameter(tmp_path: Path, listener: Listener) -> None:
     plan = replace(PLAN, task=build("digits", steps=50, lr=1e30), method="fp32")
     with pytest.raises(TrainingError, match=r"parameter \d\.(weight|bias) is not finite after step \d"):
@@ -284,6 +298,22 @@ def test_compare_refuses_the_same_method_twice(tmp_path: Path, listener: Listene
     with pytest.raises(UsageError, match="named twice"):
         run.compare(PLAN, ["terngrad", "TernGrad()"], listener, folder=tmp_path / "a")
     assert not os.path.exists(tmp_path / "a")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_the_last_row_of_a_run_ends_the_comparison(tmp_path: Path, number: signal.Signals) -> None:
+    class Interrupter(Listener):
+        def row(self, row: Mapping[str, Any]) -> None:
+            if (row["event"], row["step"]) == ("eval", PLAN.task.steps):
+                signal.raise_signal(number)
+
+    listener = Interrupter()
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+        run.compare(PLAN, ["fp32", "terngrad"], listener, folder=tmp_path / "c")
+    assert caught.value.args == ((143,) if number == signal.SIGTERM else ())
+    assert listener.sentences[-1].startswith("stopped; a checkpoint of step 12 is kept")
+    assert checkpoint_steps(tmp_path / "c" / "fp32") == [12]
+    assert not (tmp_path / "c" / "terngrad").exists()
 
 
 def test_a_comparison_that_has_begun_is_kept_and_told_how_to_continue(tmp_path: Path, listener: Listener) -> None:

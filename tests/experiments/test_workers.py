@@ -125,7 +125,7 @@ def test_a_run_that_is_interrupted_leaves_a_checkpoint_and_goes_on_to_the_same_b
         _, told = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode in ({signal.SIGINT: (130,), signal.SIGTERM: (130, 143)}[number])
+    assert process.returncode == 128 + number
     (step,) = checkpoint_steps(tmp_path / "run")
     assert step % 3 == 0
     assert f"a checkpoint of step {step} is kept: gradwire train --resume {tmp_path / 'run'}" in " ".join(told.split())

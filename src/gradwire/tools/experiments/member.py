@@ -255,6 +255,8 @@ def resume_as_member(
     last = checkpoint_steps(folder)[-1]
     if last >= plan.task.steps:
         audience.say(f"{folder} is finished: {last} of {plan.task.steps} steps")
+        # A member that was ended at its last rows has none.
+        report([folder], folder)
         return folder
     with past.locked():
         return _train(plan, audience, address, secret, lambda: past, stop_after, past)

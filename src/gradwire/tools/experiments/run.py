@@ -125,6 +125,8 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
     steps = checkpoint_steps(folder)
     if steps[-1] >= plan.task.steps:
         audience.say(f"{folder} is finished: {steps[-1]} of {plan.task.steps} steps")
+        # A run that was interrupted at its last rows has none.
+        report([folder], folder)
         return folder
     plan.task.check_data()
     check_machine(plan)
@@ -217,8 +219,11 @@ def simulate(
             if resume:
                 trainer.load()
             trainer.run(stop_after)
-        if trainer.stopped:
+        # Also after the last row, when the training no longer asks: what would come next is not begun.
+        if asked_to_stop() == signal.SIGINT:
             raise KeyboardInterrupt
+        if asked_to_stop():
+            raise SystemExit(128 + asked_to_stop())
     finally:
         torch.set_num_threads(threads)
 

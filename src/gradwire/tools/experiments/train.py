@@ -111,7 +111,7 @@ class Trainer:
         on_row: Called on rank 0 with every row that was written.
         on_step: Called on rank 0 with the number of steps done and the current activity, at most twice a second while
             the activity stays the same.
-        asked_to_stop: Returns whether this process was asked to stop; called once for each row of metrics.
+        asked_to_stop: Returns a number above 0 if this process was asked to stop; called once for each row of metrics.
 
     Attributes:
         stopped: Whether the ranks have agreed to stop before the last step, because one was asked to.
@@ -124,7 +124,7 @@ class Trainer:
         folder: RunFolder,
         on_row: Callable[[Row], None],
         on_step: OnStep = lambda step, activity: None,
-        asked_to_stop: Callable[[], bool] = lambda: False,
+        asked_to_stop: Callable[[], int] = lambda: 0,
     ) -> None:
         self._asked_to_stop, self.stopped = asked_to_stop, False
         self._is_due, self._saved_s = False, now_s()

@@ -150,7 +150,7 @@ def train_in_group(
 
 
 @contextlib.contextmanager
-def stops_on(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
+def stops_on(*numbers: signal.Signals) -> Iterator[Callable[[], int]]:
     """Record the first of some signals instead of ending; a second one has its former effect.
 
     Outside the main thread, where Python handles no signals, nothing changes.
@@ -159,16 +159,21 @@ def stops_on(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
         numbers: The signals.
 
     Yields:
-        A function that returns whether a signal has arrived.
+        A function that returns the number of the signal that has arrived; 0: none.
     """
-    came = threading.Event()
+    came = 0
+
+    def arrived() -> int:
+        return came
+
     if threading.current_thread() is not threading.main_thread():
-        yield came.is_set
+        yield arrived
         return
     before = {number: signal.getsignal(number) for number in numbers}
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.set()
+        nonlocal came
+        came = number
         restore(list(before))
 
     def restore(which: Sequence[signal.Signals]) -> None:
@@ -178,7 +183,7 @@ def stops_on(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
     for number in numbers:
         signal.signal(number, note)
     try:
-        yield came.is_set
+        yield arrived
     finally:
         restore([number for number in numbers if signal.getsignal(number) is note])
 
