@@ -196,9 +196,15 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
         (["--delay", "5"], "milliseconds are needed"),
         (["--loss", "0.1"], "per cent are needed, such as 0.1%"),
         (["--loss", "100%"], "below 100% is needed"),
-        (["--probe", "--delay", "5ms"], "leave --hosts, --bandwidth, --delay and --loss out"),
+        (["--probe", "--delay", "5ms"], "leave --hosts, --gpus-per-host, --bandwidth, --delay and --loss out"),
         (["--probe"], "start it with torchrun"),
-        (["--probe", "--hosts", "2"], "leave --hosts, --bandwidth, --delay and --loss out"),
+        (["--probe", "--hosts", "2"], "leave --hosts, --gpus-per-host, --bandwidth, --delay and --loss out"),
+        (["--probe", "--gpus-per-host", "4"], "leave --hosts, --gpus-per-host,"),
+        (["--profile", "digits", "--data", "here"], "task digits brings its own data: leave --data here out"),
+        *[
+            (["--profile", name, "--data", "here"], f"--data is what a task reads, and {name} is none")
+            for name in ("lenet", "train.py", "profile.json")
+        ],
         (["--method", "terngrat"], "did you mean 'terngrad'"),
         (["--calibration", "no_such.json"], "holds no calibration"),
         (["--calibration-limit", "0"], "seconds above 0"),

@@ -54,6 +54,12 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, object]) ->
         build("digits", **settings)
 
 
+@pytest.mark.parametrize("name", ["digits", "graph"])
+def test_data_for_a_task_that_brings_its_own_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"task {name} brings its own data: leave --data here out"):
+        build(name, data="here")
+
+
 def test_plans_that_cannot_run_are_refused() -> None:
     with pytest.raises(UsageError, match="use at least 2 workers"):
         RunConfig(task=build("digits"), workers=1)

@@ -17,6 +17,7 @@ from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recom
 from gradwire.model.machine import BBR, CUBIC, DEFAULT, LinkModel, Machine, timeout_s
 from gradwire.model.probing import host_number
 from gradwire.model.profile import Profile
+from gradwire.tools.bench.models import MODELS
 from gradwire.tools.bench.predict import default_path, machine_of_rows, measure_machine
 from gradwire.tools.bench.profile import profile_name, profile_script
 from gradwire.tools.cli.options import PlanOptions, check_figure
@@ -53,6 +54,8 @@ def plan(options: PlanOptions) -> None:
         raise UsageError(
             f"--cores {options.cores}: at least 1 is needed; leave it out where no worker waits for a core"
         )
+    if options.data is not None and (options.profile.endswith((".py", ".json")) or options.profile in MODELS):
+        raise UsageError(f"--data is what a task reads, and {options.profile} is none: leave it out")
     check_figure(options.figure)
     delay_s, loss = parse_delay(options.delay), parse_share(options.loss)
     if loss >= 1:
@@ -66,8 +69,11 @@ def plan(options: PlanOptions) -> None:
     if options.figure is not None and (options.probe or len(set(counts)) < 2):
         raise UsageError("a curve needs two numbers of workers: give --hosts more than once, or leave --figure out")
     if options.probe:
-        if options.bandwidth or options.hosts or delay_s or loss:
-            raise UsageError("--probe measures the group that runs: leave --hosts, --bandwidth, --delay and --loss out")
+        if options.bandwidth or options.hosts or ranks_per_host != 1 or delay_s or loss:
+            raise UsageError(
+                "--probe measures the group that runs: leave --hosts, --gpus-per-host, --bandwidth, --delay and --loss"
+                " out"
+            )
         answer = _probed(options)
         if answer is None:
             return

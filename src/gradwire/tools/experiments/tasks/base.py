@@ -53,6 +53,8 @@ class Task(ABC):
     evaluated_on: ClassVar[str]
     least_batch: ClassVar[int] = 1
     """Smallest ``batch``; 0 in tasks where ``batch=0`` means all samples in every step."""
+    reads_data: ClassVar[bool] = True
+    """Whether ``data`` names what it trains on; otherwise it brings its own data."""
     min_numel: ClassVar[int | None] = None
     """Default of ``min_numel`` in runs of this task; None: that of ``attach``."""
 
@@ -85,6 +87,8 @@ class Task(ABC):
             raise UsageError(f"weight_decay = {self.weight_decay}: must be a finite number of at least 0")
         if not 0 <= self.ema < 1:
             raise UsageError(f"ema = {self.ema}: must be at least 0 (off) and below 1")
+        if self.data is not None and not self.reads_data:
+            raise UsageError(f"task {self.name} brings its own data: leave --data {self.data} out")
 
     @abstractmethod
     def build_model(self) -> nn.Module:

@@ -23,6 +23,7 @@ class Digits(Task):
     name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "handwritten digits, 8 x 8, bundled with scikit-learn; a perceptron 64-256-256-10"
     evaluated_on: ClassVar[str] = "360 images kept out of training (a fixed draw)"
+    reads_data: ClassVar[bool] = False
 
     steps: int = 300
     batch: int = 64

@@ -140,6 +140,7 @@ class GraphTask(Task):
     name: ClassVar[str] = "graph"
     summary: ClassVar[str] = "graph network on a partitioned graph, full batch; --graph digits or sbm, --halo SPEC"
     evaluated_on: ClassVar[str] = "all nodes whose labels are unknown in training (a fixed draw)"
+    reads_data: ClassVar[bool] = False
     least_batch: ClassVar[int] = 0
     usual_method: ClassVar[str] = "fp32"
 
