@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from gradwire.tools.lab import LabError, Topology, iproute
-from gradwire.tools.lab.command import environment
+from gradwire.tools.lab.command import environment, run_command
 from gradwire.tools.lab.network import Network
 
 
@@ -176,3 +180,39 @@ def test_the_environment_is_torchruns_without_a_network() -> None:
     found = [environment(Network("gw", Topology(hosts=3)), host) for host in range(3)]
     assert [one["RANK"] for one in found] == ["0", "1", "2"]
     assert {(one["WORLD_SIZE"], one["MASTER_ADDR"], one["LOCAL_RANK"]) for one in found} == {("3", "10.77.0.1", "0")}
+
+
+class NoNetwork(Network):
+    """Hosts that are this machine itself."""
+
+    def enter(self, host: int) -> list[str]:
+        return []
+
+    def check(self) -> None:
+        pass
+
+
+def test_hosts_are_ended_when_nobody_reads_what_they_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as nobody, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", io.TextIOWrapper(nobody))
+        with pytest.raises(BrokenPipeError):
+            run_command(NoNetwork("gw", Topology(hosts=2)), ["seq", "100000"])
+
+
+def test_the_last_lines_of_a_host_are_passed_on_to_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            time.sleep(0.05)
+            lines.append(bytes(data))
+            return len(data)
+
+    lines: list[bytes] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", io.TextIOWrapper(Slow()))  # type: ignore[type-var]
+        run_command(NoNetwork("gw", Topology(hosts=1)), ["seq", "30"])
+    assert lines == [f"h0: {n}\n".encode() for n in range(1, 31)]

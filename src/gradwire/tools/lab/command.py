@@ -22,6 +22,52 @@ PORT = 29500
 
 GRACE_S = 10.0
 TICK_S = 0.05
+QUIET_S = 1.0
+"""Seconds without a line after which output is given up that processes hold open beyond their host's end."""
+
+
+class _Reader(threading.Thread):
+    """Passes the output of a host on, line by line, after the host's number, until its end.
+
+    Args:
+        host: Number of the host.
+        source: Its output.
+        target: Where to write.
+    """
+
+    def __init__(self, host: int, source: IO[bytes], target: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._source, self._target, self._name = source, target, f"h{host}: ".encode()
+        self._lines, self._busy = 0, False
+        self._problem: OSError | None = None
+
+    def run(self) -> None:
+        """Pass lines on."""
+        for line in self._source:
+            # If nobody took them, the host would wait for ever.
+            if self._problem is not None:
+                continue
+            self._busy = True
+            try:
+                # A last line without a newline would be joined with the next host's.
+                self._target.write(self._name + line.removesuffix(b"\n") + b"\n")
+                self._target.flush()
+            except OSError as error:
+                self._problem = error
+            self._lines, self._busy = self._lines + 1, False
+
+    def finish(self, patient: bool) -> None:
+        """Wait until all lines of a host that has ended are written; if ``patient``, however slowly they are taken."""
+        before = self._lines
+        self.join(timeout=QUIET_S)
+        while patient and self.is_alive() and (self._busy or self._lines > before):
+            before = self._lines
+            self.join(timeout=QUIET_S)
+
+    def check(self) -> None:
+        """Raise the error of the target, if there was one."""
+        if self._problem is not None:
+            raise self._problem
 
 
 def environment(network: Network, host: int) -> dict[str, str]:
@@ -76,9 +122,11 @@ def run_command(
 
     Raises:
         LabError: a host failed, or the relay between the hosts has ended; the message names the first host, and how.
+        OSError: the output cannot be passed on, such as BrokenPipeError if nobody reads it any more.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    readers: list[threading.Thread] = []
+    readers: list[_Reader] = []
+    patient = True
     with termination_unwinds():
         try:
             for host in range(network.topology.hosts):
@@ -92,25 +140,33 @@ def run_command(
                 )
                 processes.append(process)
                 for source, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
-                    readers.append(threading.Thread(target=_pass_on, args=(host, source, target), daemon=True))
-                    readers[-1].start()
-            _wait(network, processes)
+                    if source is not None:
+                        readers.append(_Reader(host, source, target))
+                        readers[-1].start()
+            _wait(network, processes, readers)
+        except (KeyboardInterrupt, SystemExit):
+            patient = False
+            raise
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             for reader in readers:
-                reader.join(timeout=1.0)
+                reader.finish(patient)
+    for reader in readers:
+        reader.check()
 
 
-def _wait(network: Network, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait(network: Network, processes: Sequence[subprocess.Popen[bytes]], readers: Sequence[_Reader]) -> None:
     first: tuple[int, int] | None = None
     deadline_s = float("inf")
     while any(p.poll() is None for p in processes) and time.monotonic() < deadline_s:
         time.sleep(TICK_S)
         # Without a network, hosts wait for each other for as long as they like, or fail for no reason of their own.
         network.check()
+        for reader in readers:
+            reader.check()
         if first is None:
             failed = [(h, p.returncode) for h, p in enumerate(processes) if p.poll() not in (None, 0)]
             if failed:
@@ -120,10 +176,3 @@ def _wait(network: Network, processes: Sequence[subprocess.Popen[bytes]]) -> Non
         host, code = first or failed[0]
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         raise LabError(f"the command on host {host} {how}; all hosts are ended")
-
-
-def _pass_on(host: int, source: IO[bytes] | None, target: IO[bytes]) -> None:
-    for line in source or ():
-        # A last line without a newline would be joined with the next host's.
-        target.write(f"h{host}: ".encode() + line.removesuffix(b"\n") + b"\n")
-        target.flush()
