@@ -368,9 +368,8 @@ def show_patch(files: list[Path], *, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    table = table_of(
-        "file", "kind", "run", "step", "from", "size", "tensors", "changed", "bits/changed", "lossy", "state"
-    )
+    columns = ("file", "kind", "run", "step", "from", "size", "tensors", "changed", "bits/changed", "lossy", "state")
+    table = table_of(*columns, text=("lossy",))
     for row in rows:
         bits = row["bits_per_changed_element"]
         table.add_row(

@@ -6,14 +6,15 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 import gradwire as gw
 from gradwire.methods.accuracy import note_of
@@ -21,6 +22,8 @@ from gradwire.tools.report.summary import link_texts
 from gradwire.tools.report.verdict import bytes_text, percent, rate_text, seconds_text
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+WIDEST, NARROWEST = 1 << 16, 12
+"""Width of a table that need not fit a terminal, and the least width of a column of text in one that does."""
 
 
 @contextlib.contextmanager
@@ -48,18 +51,36 @@ def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table, as wide as the terminal or 160 columns elsewhere."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    console.print(table)
+    """Print a table, with its text broken to fit the terminal.
+
+    It is as wide as it needs elsewhere, and where its numbers alone are wider: no number is cut. Cells are not markup.
+    """
+    console = Console(highlight=False, markup=False, emoji=False)
+    wide = Console(highlight=False, markup=False, emoji=False, width=WIDEST)
+    fits = console.is_terminal and _least_width(table, wide) <= console.width
+    (console if fits else wide).print(table)
 
 
-def table_of(*columns: str) -> Table:
-    """Return a table whose first column is aligned to the left, the others to the right."""
+def _least_width(table: Table, console: Console) -> int:
+    """Return the least width at which no number is cut and columns of text have :data:`NARROWEST` characters."""
+    found = 0
+    for column in table.columns:
+        whole = max(console.measure(cell).maximum for cell in (column.header, *column.cells))
+        found += 1 + (whole if column.no_wrap else min(whole, NARROWEST))
+    return found
+
+
+def table_of(*columns: str, text: Collection[str] = ()) -> Table:
+    """Return a table whose first column is aligned to the left, the others to the right.
+
+    Args:
+        columns: Headers.
+        text: Headers of columns of text, which may be broken as the first may.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+        broken = not number or column in text
+        table.add_column(column, justify="right" if number else "left", no_wrap=not broken, overflow="fold")
     return table
 
 
@@ -94,15 +115,14 @@ def print_verdicts(verdicts: Sequence[tuple[str, str]]) -> None:
 
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line for each measured step."""
-    table = table_of(
-        "model", "hosts", "link", "compute", "exchange", "step", "20-80 %", "of floor", "sent", "over DDP fp32"
-    )
+    columns = ("model", "hosts", "link", "compute", "exchange", "step", "20-80 %", "of floor", "sent", "over DDP fp32")
+    table = table_of(*columns, text=("link", "exchange"))
     for row in rows:
         sent, speedup = row["sent_bytes_per_step"], row["speedup_over_ddp_fp32"]
         table.add_row(
             row["model"],
             str(row["hosts"]),
-            row["lab"].partition(",")[2].replace("bandwidth=", ""),
+            ",".join(part for part in row["lab"].split(",") if not part.startswith("hosts=")).replace("bandwidth=", ""),
             row.get("compute", "real"),
             row["variant"],
             seconds_text(row["step_time_s"]),
@@ -141,7 +161,7 @@ def print_timeline(rows: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one line for each predicted step."""
     columns = ("workers", "link", "method", "step", "80 %", "floor", "speed-up", "sent", "delays", "bounded by")
-    table = table_of(*columns, "", "")
+    table = table_of(*columns, "", "", text=("method", "bounded by"))
     for row in rows:
         rate = row["bandwidth_bits_per_s"]
         table.add_row(
@@ -229,7 +249,7 @@ def print_methods(rows: Sequence[Mapping[str, Any]], *, in_full: bool = False) -
     table = Table(box=None, pad_edge=False, header_style="bold")
     columns = ("name", "bits/element (4 workers)", "delays", "unbiased", "bit-stable", "state", "summary")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for row in rows:
         stable = "yes" if row["bit_stable"] else "no"
         bits = f"{row['bits_per_element']:.3g}"
@@ -242,9 +262,9 @@ def _print_families(rows: Sequence[Mapping[str, Any]]) -> None:
     families: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         families.setdefault(_family(row["spec"]), []).append(row)
-    table = Table(box=None, pad_edge=False, show_header=False)
+    table = Table(*(Column(overflow="fold") for _ in range(4)), box=None, pad_edge=False, show_header=False)
     for family, members in families.items():
-        table.add_row(f"[bold]{family}[/bold]")
+        table.add_row(Text(family, style="bold"))
         for row in members:
             bits, delays = f"{row['bits_per_element']:.3g} bits", f"{_count(row['delays'])} delays"
             table.add_row(f"  {row['name']}", bits, delays, row["summary"])
