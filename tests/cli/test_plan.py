@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from run_help import alive, start_gradwire, wait_for
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
@@ -322,6 +325,30 @@ def test_measured_rows_survive_a_calibration(tmp_path: Path, monkeypatch: pytest
     result = call("plan", "--calibration", rows.with_suffix(".json"), "--calibrate")
     assert isinstance(result.exception, Measured)
     assert rows.read_text() == "measured for hours\n"
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(sys.platform != "linux", reason="processes end with their parent on Linux")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_script_that_is_profiled_ends_with_the_command(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, told, folders = tmp_path / "train.py", tmp_path / "pid", tmp_path / "folders"
+    script.write_text(f"import os, time\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)\n")
+    folders.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folders))
+    process = start_gradwire("plan", "--profile", script)
+    try:
+        wait_for(lambda: process.poll() is not None or (told.exists() and "\n" in told.read_text()), 60, "the script")
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode in (143, -9)
+    worker = int(told.read_text())
+    wait_for(lambda: not alive(worker), 20, "the script's end")
+    if number == signal.SIGTERM:
+        assert list(folders.iterdir()) == []
 
 
 def test_bench_kernels_prints_rows_that_fit_the_schema() -> None:

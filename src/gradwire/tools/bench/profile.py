@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,11 +25,15 @@ from gradwire.tools.experiments.errors import UsageError, WorkerError, nearest
 from gradwire.tools.experiments.launch import loopback
 from gradwire.tools.experiments.order import share
 from gradwire.tools.experiments.tasks import ALL, build
+from gradwire.tools.processes import die_with_parent, termination_unwinds
 
 STEPS = 12
 """Steps to profile. The first two are not counted: DDP lays out its buckets in them."""
 
 ENVIRONMENT = "GRADWIRE_PROFILE"
+
+END_S = 10.0
+"""Seconds in which torchrun may end its worker."""
 
 UNPROFILED = {"steps", "lr", "optimizer", "momentum", "schedule", "weight_decay", "eval_every", "ema"}
 """Settings of every task that a profile does not depend on."""
@@ -130,28 +135,45 @@ def profile_script(script: Path, arguments: Sequence[str]) -> Profile:
     """
     if not script.is_file():
         raise UsageError(f"script {script} does not exist")
-    with tempfile.TemporaryDirectory() as folder:
+    with termination_unwinds(), tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-        done = subprocess.run(
+        with subprocess.Popen(
             [*words, "-m", "gradwire.tools.bench.profile", str(script), *arguments],
             env={"OMP_NUM_THREADS": "1", **loopback(), **os.environ, ENVIRONMENT: str(out)},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             # A script may print bytes that are no text, and only a line of it is shown.
             errors="replace",
-            check=False,
-        )
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        ) as process:
+            try:
+                _, said = process.communicate()
+            finally:
+                _end(process)
         if not out.exists():
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            lines = [line for line in said.splitlines() if line.strip()]
             errors = [line for line in lines if "Error" in line and "ChildFailed" not in line]
             told = (errors or lines or ["it wrote nothing"])[-1]
             raise WorkerError(f"{script} took fewer than {STEPS} steps with a DDP module: {told.strip()}")
         return Profile.read(out)
 
 
+def _end(process: subprocess.Popen[str]) -> None:
+    """End torchrun, which ends its worker, unless it has ended."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
 def main() -> None:
     """Run a script until its first DDP module has taken enough steps, write the profile, and exit."""
+    # torchrun starts it in a session of its own.
+    die_with_parent(os.getppid())
     out = Path(os.environ[ENVIRONMENT])
     script, *arguments = sys.argv[1:]
     original: Callable[..., None] = DistributedDataParallel.__init__
