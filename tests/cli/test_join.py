@@ -234,6 +234,20 @@ def test_a_signal_reaches_the_script_once_also_while_it_is_started(
     assert [script.signals for script in made] == [[]] * (number - 1) + [[signal.SIGTERM]]
 
 
+def test_a_script_has_none_but_the_signals_that_are_passed_on() -> None:
+    """A terminal sends Ctrl-C to all processes of the group in its foreground."""
+    alone = "import os, sys; sys.exit(os.getpgid(0) != os.getpid())"
+    assert keep_running([sys.executable, "-c", alone], os.environ, 0) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_a_terminal_sends_are_passed_on(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(lambda: signal.raise_signal(number))
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **more: script)
+    assert keep_running(["script"], {}, 3) == 128 + number
+    assert script.signals == [number]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -92,7 +92,7 @@ def run(
 def keep_running(words: Sequence[str], environment: Mapping[str, str], restarts: int) -> int:
     """Run a command; run it again when it fails, at most so often in a row. Return its exit code.
 
-    SIGTERM and SIGINT are passed on, and end it for good.
+    SIGTERM, SIGINT and, unless ignored (nohup), SIGHUP are passed on, and end it for good.
     """
     process: subprocess.Popen[bytes] | None = None
     ended_by: list[int] = []
@@ -105,12 +105,18 @@ def keep_running(words: Sequence[str], environment: Mapping[str, str], restarts:
         else:
             kept.append(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    wanted = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
+    before = {number: signal.signal(number, pass_on) for number in wanted}
     failures = 0
     try:
         while True:
             began_s = time.monotonic()
-            process = subprocess.Popen(words, env=environment, preexec_fn=_child_of(os.getpid()))
+            # In a session of its own no signal of a terminal reaches it beside the one that is passed on.
+            process = subprocess.Popen(
+                words, env=environment, start_new_session=True, preexec_fn=_child_of(os.getpid())
+            )
             # Signals that came while no process was known. Each is sent once: a member ends at once by a second one.
             while kept:
                 process.send_signal(kept.pop(0))
