@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 
 import gradwire as gw
 from gradwire.publish.stores import FolderPlace
+from gradwire.tools.cli import publish_commands
 from gradwire.tools.cli.app import app
 from gradwire.tools.cli.publish_commands import FollowedFolder
 
@@ -175,6 +176,42 @@ def test_watching_follows_checkpoints_until_it_is_interrupted(tmp_path: Path) ->
     published, followed = (json.loads(out) for out, _ in outputs)
     assert [row["step"] for row in published] == [1, 2, 3]
     assert followed[-1]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [(["--anchor-every", 0], "anchor_every=0"), (["--lossy", "terngrat"], "did you mean")]
+)
+def test_options_that_no_later_turn_would_accept_end_the_watching(
+    words: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run" / "checkpoint-1", 1)
+    monkeypatch.setattr(publish_commands, "time", SimpleNamespace(sleep=interrupt))
+    result = call("publish", "--from", tmp_path / "run", "--to", tmp_path / "place", "--watch", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr.splitlines()[-1]
+
+
+def interrupt(seconds: float) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_rows_are_kept_for_json_alone(as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "run" / "checkpoint-1", 1)
+    made = list[object]()
+    for name in ("publication_row", "asdict"):
+        real = getattr(publish_commands, name)
+        monkeypatch.setattr(publish_commands, name, lambda one, real=real: made.append(one) or real(one))
+    for words in (
+        ["publish", "--from", tmp_path / "run", "--to", tmp_path / "place"],
+        ["subscribe", "--from", tmp_path / "place", "--to", tmp_path / "weights"],
+    ):
+        before = len(made)
+        result = call(*words, *(["--json"] if as_json else []))
+        assert result.exit_code == 0
+        assert "nothing new" not in result.stderr
+        assert "the latest" not in result.stderr
+        assert (len(made) > before) == as_json
 
 
 @pytest.mark.parametrize("base", ["sums", "file"])

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 import gradwire as gw
-from gradwire.errors import ExchangeError, GradwireError, IncompatibleError, PayloadError
+from gradwire.errors import ExchangeError, GradwireError, HyperparameterError, IncompatibleError, PayloadError
 from gradwire.publish.container import ANCHOR, CHANGES, CODED, LOSSY, Octets, PatchHead, read_head
 from gradwire.publish.dcp_files import is_dcp
 from gradwire.publish.lossy import spec_of
@@ -212,13 +212,19 @@ def publish(
     if lossy:
         say(f"differences are rounded by {gw.method(lossy)!r}; anchors are exact")
 
+    published = False
+
     def turn() -> None:
+        nonlocal published
         for publication in follower.publish():
-            rows.append(publication_row(publication))
+            published = True
+            # Who watches for weeks keeps no rows that nobody prints.
+            if as_json:
+                rows.append(publication_row(publication))
             say(_publication_text(publication))
 
     _repeat(turn, watch, every_s, say)
-    if not rows and not watch:
+    if not published and not watch:
         say(f"nothing new in {source}")
     if as_json:
         print_json(rows)
@@ -255,13 +261,18 @@ def subscribe(
         subscriber = gw.WeightSubscriber(to, source, relay=relay, lossy=lossy)
     rows, say = list[dict[str, Any]](), _Teller()
 
+    fetched = False
+
     def turn() -> None:
+        nonlocal fetched
         before = subscriber.step
         try:
             step = subscriber.update()
         finally:
             for file in subscriber.applied:
-                rows.append(asdict(file))
+                fetched = True
+                if as_json:
+                    rows.append(asdict(file))
                 spent = seconds_text(file.fetch_s), seconds_text(file.apply_s)
                 say(f"{file.name}: {bytes_text(file.nbytes)}, fetched in {spent[0]}, checked and written in {spent[1]}")
         if step is None and not watch:
@@ -270,7 +281,7 @@ def subscribe(
             say(f"step {step} is the latest")
 
     _repeat(turn, watch, every_s, say)
-    if subscriber.step is not None and not rows:
+    if subscriber.step is not None and not fetched:
         say(f"{to} has step {subscriber.step}, the latest")
     if as_json:
         print_json(rows)
@@ -297,6 +308,9 @@ def _repeat(turn: Any, watch: bool, every_s: float, say: Any) -> None:
             try:
                 turn()
                 last = ""
+            except (HyperparameterError, UsageError):
+                # No later turn would have other options.
+                raise
             except (GradwireError, OSError) as error:
                 if str(error) != last:
                     last = str(error)
