@@ -12,9 +12,10 @@ from gradwire.errors import HyperparameterError
 from gradwire.tools.bench import step
 from gradwire.tools.bench.models import MODELS, bench_model
 from gradwire.tools.bench.network_row import wire_floor_s
+from gradwire.tools.bench.row_file import append_row, check_writable
 from gradwire.tools.bench.step import StepGrid, measure_grid, read_rows
 from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes
-from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.lab import Topology
 
 TWO = Topology(hosts=2)
@@ -91,13 +92,31 @@ def test_a_line_that_was_cut_off_is_survived_and_takes_no_other_with_it(
     assert read_rows(path) == [whole]
     assert "a line that is not JSON is left out" in capsys.readouterr().err
     later = row("ddp fp16", "here")
-    step._append(path, later)
+    append_row(path, later)
     assert read_rows(path) == [whole, later]
-    step._append(path, later)
+    append_row(path, later)
     assert read_rows(path) == [whole, later, later]
     assert read_rows(tmp_path / "none.jsonl") == []
-    step._append(tmp_path / "none.jsonl", whole)
+    append_row(tmp_path / "none.jsonl", whole)
     assert read_rows(tmp_path / "none.jsonl") == [whole]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwire.tools.bench.step.open_cluster", lambda *words: forbid())
+    (tmp_path / "file").touch()
+    grid = StepGrid(models=["lenet"], topologies=[TWO], variants=[COMPUTE])
+    with pytest.raises(RunError, match=r"cannot write .*rows\.jsonl: .*; free space or choose another place"):
+        measure_grid(grid, tmp_path / "file" / "rows.jsonl", lambda line: None)
+    check_writable(tmp_path / "new" / "rows.jsonl")
+    assert list((tmp_path / "new").iterdir()) == [], "what is refused for another reason leaves no file"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_disk_that_fills_up_is_named() -> None:
+    with pytest.raises(RunError, match="cannot write /dev/full: No space left on device"):
+        append_row(Path("/dev/full"), row("compute", "here"))
 
 
 def test_the_slowest_link_sets_the_floor() -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from gradwire.exchange.drivers import Span, Trace
 from gradwire.tools.bench.timeline import RankTrace, chrome_trace, earliest, summarise, union
+from gradwire.tools.cli import bench_commands
 from gradwire.tools.cli.app import app
 
 
@@ -140,6 +141,48 @@ def test_wrong_questions_are_one_line_and_exit_code_2(words: list[Any], message:
     assert result.exit_code == 2
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("gradwire:")]
     assert message in line
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Have two ranks traced without starting them; return what was asked for."""
+    asked: list[object] = []
+
+    def trace(grid: object, steps: int) -> list[RankTrace]:
+        asked.append(grid)
+        return [RankTrace(rank, step(5.0), sent_bytes=1_000_000) for rank in range(2)]
+
+    monkeypatch.setattr(bench_commands, "trace_steps", trace)
+    return asked
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_measured(
+    traced: list[object], tmp_path: Path
+) -> None:
+    result = call("bench", "timeline", "--lab", "hosts=2", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"gradwire: cannot write {tmp_path}: Is a directory")
+    assert not traced
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_what_was_measured_is_told_although_the_trace_cannot_be_written(traced: list[object]) -> None:
+    result = call("bench", "timeline", "--lab", "hosts=2", "--out", "/dev/full", "--json")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("gradwire: cannot write /dev/full: No space left on device")
+    assert [row["rank"] for row in json.loads(result.stdout)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "floor_s"),
+    [("bandwidth=100mbit,asymmetric=10mbit", 0.8), ("bandwidth=100mbit,host1=5mbit", 1.6), ("host1=5mbit", 1.6)],
+)
+def test_the_floor_of_a_timeline_is_that_of_the_slowest_link(
+    traced: list[object], limits: str, floor_s: float, tmp_path: Path
+) -> None:
+    result = call("bench", "timeline", "--lab", f"hosts=2,{limits}", "--out", tmp_path / "t.json", "--json")
+    assert result.exit_code == 0, result.output
+    assert [row["wire_floor_s"] for row in json.loads(result.stdout)] == pytest.approx([floor_s] * 2)
 
 
 @pytest.mark.ranks

@@ -10,7 +10,7 @@ from fake_runs import write_run
 from matplotlib.figure import Figure
 
 from gradwire.errors import IncompatibleError
-from gradwire.tools.report import load_runs
+from gradwire.tools.report import ReportError, load_runs
 from gradwire.tools.report.figures import (
     AXES,
     draw,
@@ -20,6 +20,11 @@ from gradwire.tools.report.figures import (
     lowest_accuracy,
     spans_decades,
 )
+
+
+def test_a_figure_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"cannot write .*curve\.png: No such file or directory"):
+        draw_scaling(tmp_path / "no" / "curve.png", [("1 Gbit/s", "ddp", n, float(n)) for n in (2, 8)])
 
 
 @pytest.fixture

@@ -258,6 +258,8 @@ def test_the_numbers_of_the_axis_of_bytes_stand_clear_of_each_other(low: float, 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="cannot write"):
         write_report([write_run(tmp_path / "a")], tmp_path / "no" / "page.html")
+    with pytest.raises(ReportError, match=r"cannot write .*: Not a directory"):
+        write_report([tmp_path / "a"], tmp_path / "a" / "config.json" / "page.html")
 
 
 def test_reading_runs_needs_no_matplotlib() -> None:

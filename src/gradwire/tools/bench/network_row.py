@@ -89,12 +89,17 @@ def bytes_agree(gap: float, sent_bytes: float, again: float, peers: int) -> bool
     return -BYTES_TOLERANCE <= gap <= BYTES_TOLERANCE + uncounted / sent_bytes
 
 
+def host_rates(topology: Topology) -> list[float]:
+    """Return the rates in bits per second at which hosts send and receive, where they are limited."""
+    return [r for h in range(topology.hosts) for r in (topology.send_rate(h), topology.receive_rate(h)) if r]
+
+
 def wire_floor_s(topology: Topology, host_bytes: float, between_bytes: float = 0.0) -> float:
     """Return the least seconds in which the slowest links carry what a host sends, and what a group sends the others.
 
     Links without a limit take no time.
     """
-    hosts = [r for h in range(topology.hosts) for r in (topology.send_rate(h), topology.receive_rate(h)) if r]
+    hosts = host_rates(topology)
     groups = [r for g in range(topology.groups) for r in topology.between_rates(g) if r]
     return max(
         8 * sent / min(rates) if rates else 0.0 for sent, rates in ((host_bytes, hosts), (between_bytes, groups))

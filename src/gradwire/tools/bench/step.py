@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from gradwire.tools.bench.device_kernels import check_cuda
 from gradwire.tools.bench.models import bench_model
 from gradwire.tools.bench.network_row import NetworkWatch, bytes_agree, network_fields, wire_floor_s
 from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, Ranks, open_ranks
+from gradwire.tools.bench.row_file import append_row, check_writable
 from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes, is_sharded
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.run_record import hardware, versions
@@ -110,9 +110,10 @@ def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None], deadlin
     Raises:
         BackendError: no emulated cluster can be built here.
         WorkerError: a rank died; the rows so far are in the file.
+        RunError: the file cannot be written, which is tried before anything is measured.
     """
     found = {_key(row): row for row in read_rows(path)}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(path)
     rows: list[Row] = []
     for model, family in grid.families():
         if deadline is not None and deadline.passed:
@@ -135,7 +136,7 @@ def measure_grid(grid: StepGrid, path: Path, say: Callable[[str], None], deadlin
                 cell = Cell(grid, model, topology, ranks, network, numel, timeline)
                 for row in cell.measure(list(dict.fromkeys([COMPUTE, *chosen]))):
                     if row["variant"] in chosen or (timeline and _key(row) not in found):
-                        _append(path, row)
+                        append_row(path, row)
                         found[_key(row)] = row
                         say(describe(row))
     for model, family in grid.families():
@@ -341,14 +342,6 @@ def _key(row: Row) -> Key:
 
 def _wanted(grid: StepGrid, model: str, topology: Topology, variant: str) -> Key:
     return model, _place(grid, topology), variant, grid.compute
-
-
-def _append(path: Path, row: Row) -> None:
-    # A truncated last line must not be joined with this one.
-    with path.open("ab+") as file:
-        if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-            file.write(b"\n")
-        file.write((json.dumps(row) + "\n").encode())
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.exchange.drivers import Span
+from gradwire.tools.bench.row_file import write_text
 from gradwire.tools.bench.step import StepGrid, open_cluster, tell_to_sleep
 from gradwire.tools.bench.variants import COMPUTE
 from gradwire.tools.experiments.errors import UsageError
@@ -180,6 +181,5 @@ def chrome_trace(traces: Sequence[RankTrace]) -> str:
 
 
 def write_trace(path: Path, traces: Sequence[RankTrace]) -> None:
-    """Write :func:`chrome_trace`'s text to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(chrome_trace(traces) + "\n")
+    """Write :func:`chrome_trace`'s text to a file; raises RunError."""
+    write_text(path, chrome_trace(traces) + "\n")

@@ -8,7 +8,8 @@ from typing import Any
 
 from gradwire.tools.bench.kernels import measure_cuda_kernels, measure_kernels
 from gradwire.tools.bench.models import MODELS
-from gradwire.tools.bench.network_row import BYTES_TOLERANCE
+from gradwire.tools.bench.network_row import BYTES_TOLERANCE, host_rates
+from gradwire.tools.bench.row_file import check_writable
 from gradwire.tools.bench.step import BANDWIDTHS, HOSTS, StepGrid, compute_of, measure_grid
 from gradwire.tools.bench.timeline import summarise, trace_steps, write_trace
 from gradwire.tools.bench.variants import VARIANTS
@@ -101,6 +102,7 @@ def timeline(options: TimelineOptions) -> None:
 
     Raises:
         UsageError: there is no such rank, or the exchange has no lanes of ours.
+        RunError: the trace cannot be written, which is tried before anything is measured.
     """
     check_figure(options.figure)
     if options.compute == "cuda":
@@ -117,14 +119,15 @@ def timeline(options: TimelineOptions) -> None:
         loopback=options.loopback,
         compute=options.compute,
     )
+    check_writable(options.out)
     traces = trace_steps(grid, options.steps)
-    write_trace(options.out, traces)
-    rows = summarise(traces, topology.bandwidth)
+    rows = summarise(traces, min(host_rates(topology), default=None))
     if options.as_json:
         print_json(rows)
     else:
         print_timeline(rows)
-        print(f"trace: {options.out}")
+    write_trace(options.out, traces)
+    print(f"trace: {options.out}", file=sys.stderr if options.as_json else sys.stdout)
     if options.figure is not None:
         parts, lanes = traces[options.rank].steps()[-1]
         spans = [("compute", name, *ends) for name, ends in parts.items()]

@@ -99,7 +99,8 @@ def _lock(descriptor: int, path: Path, deadline_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _writing(path: Path, advice: str = CONTINUE) -> Iterator[None]:
+def writing(path: Path, advice: str = CONTINUE) -> Iterator[None]:
+    """Raise RunError, which names a file and says what to do, where the body fails to write it."""
     try:
         yield
     except OSError as error:
@@ -109,7 +110,7 @@ def _writing(path: Path, advice: str = CONTINUE) -> Iterator[None]:
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file whole or not at all, by a temporary name, a flush to disk and a rename; raises RunError."""
     temporary = path.with_name(path.name + TEMPORARY)
-    with _writing(path):
+    with writing(path):
         try:
             with temporary.open("wb") as file:
                 file.write(data)
@@ -129,7 +130,7 @@ def make_new_folder(path: Path) -> Path:
     """
     for number in itertools.count(1):
         found = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        with _writing(found, "choose another folder"):
+        with writing(found, "choose another folder"):
             found.parent.mkdir(parents=True, exist_ok=True)
             # Of several processes that try, one makes the folder.
             with contextlib.suppress(FileExistsError):
@@ -176,7 +177,7 @@ class RunFolder:
             UsageError: it is not empty, or a file, or with ``overwrite`` not a run's folder.
             RunError: it cannot be made or removed, or is to be removed while another process trains in it.
         """
-        with _writing(path, "choose another folder"):
+        with writing(path, "choose another folder"):
             if path.exists() and not path.is_dir():
                 raise UsageError(f"run folder {path} is a file")
             if path.is_dir() and any(path.iterdir()):
@@ -250,7 +251,7 @@ class RunFolder:
         """Append a row to ``metrics.jsonl``, whole or not at all; raises RunError."""
         fields = (*ROW_FIELDS, GAUGES) if GAUGES in row else ROW_FIELDS
         line = (json.dumps({field: row[field] for field in fields}) + "\n").encode()
-        with _writing(self.metrics), self.metrics.open("ab", buffering=0) as file:
+        with writing(self.metrics), self.metrics.open("ab", buffering=0) as file:
             before = file.tell()
             try:
                 written = file.write(line)
@@ -278,7 +279,7 @@ class RunFolder:
     def begin_checkpoint(self, step: int) -> None:
         """Make an empty temporary folder for a checkpoint; raises RunError."""
         pending = self.pending(step)
-        with _writing(pending):
+        with writing(pending):
             shutil.rmtree(pending, ignore_errors=True)
             pending.mkdir(parents=True)
 
@@ -292,7 +293,7 @@ class RunFolder:
     def commit_checkpoint(self, step: int) -> None:
         """Rename the pending checkpoint to its final name, then remove older ones; raises RunError."""
         parent, final = self.path / "checkpoint", self.path / "checkpoint" / f"step-{step}"
-        with _writing(final):
+        with writing(final):
             shutil.rmtree(final, ignore_errors=True)
             self.pending(step).replace(final)
             descriptor = os.open(parent, os.O_RDONLY)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from gradwire.errors import IncompatibleError
-from gradwire.tools.report.load import Run
+from gradwire.tools.report.load import ReportError, Run
 from gradwire.tools.report.verdict import rate_text
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -216,7 +216,7 @@ def draw_scaling(path: Path, points: Sequence[tuple[str, str, int, float]]) -> N
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("worker steps a second")
     panels[-1].legend(fontsize=8)
-    drawing.savefig(path, dpi=130)
+    _save(drawing, path, dpi=130)
 
 
 def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -270,7 +270,14 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     drawing.legend(
         list(named.values()), list(named), loc="outside lower center", ncols=2 if across > 1 else 1, fontsize=9
     )
-    drawing.savefig(path, dpi=150)
+    _save(drawing, path, dpi=150)
+
+
+def _save(drawing: Figure, path: Path, *, dpi: int) -> None:
+    try:
+        drawing.savefig(path, dpi=dpi)
+    except OSError as error:
+        raise ReportError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
 
 
 def _speed(rate: float) -> str:
@@ -315,4 +322,4 @@ def draw_timeline(path: Path, spans: Sequence[tuple[str, str, float, float]], ti
     panel.set_title(title, fontsize=9)
     shown = dict(zip(*reversed(panel.get_legend_handles_labels())))
     drawing.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=4, fontsize=8)
-    drawing.savefig(path, dpi=150)
+    _save(drawing, path, dpi=150)

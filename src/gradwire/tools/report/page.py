@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -35,8 +36,9 @@ def write_report(folders: Iterable[Path], output: Path) -> Path:
         temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, output)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ReportError(f"cannot write {output}: {error.strerror}; choose another place") from error
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise ReportError(f"cannot write {output}: {error.strerror or error}; choose another place") from error
     return output
 
 
