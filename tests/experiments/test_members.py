@@ -15,6 +15,7 @@ from gradwire.tools.experiments.folder import RunFolder
 from gradwire.tools.experiments.member import MemberEngine, MemberTrainer
 from gradwire.tools.experiments.run_record import config_of
 from gradwire.tools.experiments.tasks import build
+from gradwire.tools.experiments.tasks.images import Images
 
 STEPS = 24
 
@@ -65,6 +66,19 @@ def test_newcomers_take_the_steps_of_the_others(method: str, tmp_path: Path) -> 
     assert {round: rates[round] for round in of_c} == of_c
     of_b.pop(3, None)
     assert {round: rates[round] for round in of_b} == of_b
+
+
+def test_each_member_augments_by_draws_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: dict[int, set[int]] = defaultdict(set)
+    real = Images.batch
+
+    def batch(self: Images, indices: Any, part: slice, *, seed: int, step: int) -> Any:
+        seeds[step].add(seed)
+        return real(self, indices, part, seed=seed, step=step)
+
+    monkeypatch.setattr(Images, "batch", batch)
+    gw.replay(gw.MembershipTrace.scripted("ab"), train, planned("fp32"), tmp_path, "", 3)
+    assert {step: len(found) for step, found in seeds.items()} == dict.fromkeys(range(3), 2)
 
 
 @pytest.fixture

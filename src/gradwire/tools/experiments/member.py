@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as gw
+from gradwire.seeds import worker_seed
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import LinkEngine, build_model, link_options, score_share
 from gradwire.tools.experiments.errors import UsageError
@@ -100,7 +101,9 @@ class MemberEngine(LinkEngine):
             LeftOutError: the others went on without this worker, and have taken it in again.
         """
         batch = self._sampler.draw() or []
-        inputs, targets = self.source.batch(torch.tensor(batch), slice(0, len(batch)), seed=self.plan.seed, step=step)
+        # The batch of each member begins at position 0, and must not be augmented as that of another.
+        seed = worker_seed(self.plan.seed, self.membership.rank)
+        inputs, targets = self.source.batch(torch.tensor(batch), slice(0, len(batch)), seed=seed, step=step)
         loss = self.plan.task.loss(self.model(inputs), targets)
         loss.backward()
         if self.local:
