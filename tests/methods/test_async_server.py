@@ -267,6 +267,20 @@ def test_the_predicted_step_is_that_of_a_queue_at_the_servers_link(
     assert found.floor_s == max(0.05, 8 * max(push_bytes, fetch_bytes) / rate)
 
 
+@pytest.mark.parametrize(
+    ("codec_s", "step_s", "bottleneck"), [(0.02, 0.16, "codec and collectives"), (0.0, 0.05, "compute")]
+)
+def test_a_server_that_decodes_all_the_time_is_said_to_bound_the_step(
+    codec_s: float, step_s: float, bottleneck: str
+) -> None:
+    timeline = Timeline(forward_s=0.02, buckets=(), backward_s=0.03, after_s=0.0)
+    profile = ServerProfile("", 8, 1, 1, 1, codec_s=codec_s)
+    link = LinkModel(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    found = server_time(timeline, profile, link=link, load=Load(ranks=1, cores=2))
+    assert found.step_s == pytest.approx(step_s, rel=1e-4)
+    assert found.bottleneck == bottleneck
+
+
 @pytest.mark.parametrize("staleness", [0, 1, None])
 @pytest.mark.parametrize("delay_s", [0.0, 0.02])
 def test_the_predicted_step_grows_with_the_packets_that_are_lost(staleness: int | None, delay_s: float) -> None:

@@ -111,9 +111,12 @@ def server_time(timeline: Timeline, profile: ServerProfile, *, link: LinkModel, 
     own_s = [max(b / min(rate, connection), link.pacing_s(b)) for b in (profile.push_bytes, profile.fetch_bytes)]
     codec_s, workers = load.stretch * profile.codec_s, profile.workers
     alone_s = timeline.compute_s + codec_s + PUSH_AND_FETCH * link.latency_s
-    wire_s, step_s = workers * max(push_s, fetch_s), alone_s + sum(own_s)
+    wire_s, step_s, busy_s = workers * max(push_s, fetch_s), alone_s + sum(own_s), codec_s
     if profile.staleness == 0:
         step_s += max(0.0, wire_s - max(own_s)) + link.resending_s(2 * workers, 2, workers * both)
     else:
-        step_s = max(step_s + link.resending_s(2, 2, both), wire_s, workers * codec_s)
-    return Steps(step_s=step_s, compute_s=timeline.compute_s, busy_s=codec_s, wire_s=wire_s)
+        step_s = max(step_s + link.resending_s(2, 2, both), wire_s)
+        if workers * codec_s > step_s:
+            # The server decodes all the time, and workers wait for it.
+            step_s = busy_s = workers * codec_s
+    return Steps(step_s=step_s, compute_s=timeline.compute_s, busy_s=busy_s, wire_s=wire_s)
