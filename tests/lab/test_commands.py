@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import sys
@@ -14,6 +15,7 @@ import pytest
 from gradwire.tools.lab import LabError, Topology, iproute
 from gradwire.tools.lab.command import environment, run_command
 from gradwire.tools.lab.network import Network
+from gradwire.tools.lab.relay import RelayReport
 
 
 @pytest.fixture
@@ -180,6 +182,13 @@ def test_the_environment_is_torchruns_without_a_network() -> None:
     found = [environment(Network("gw", Topology(hosts=3)), host) for host in range(3)]
     assert [one["RANK"] for one in found] == ["0", "1", "2"]
     assert {(one["WORLD_SIZE"], one["MASTER_ADDR"], one["LOCAL_RANK"]) for one in found} == {("3", "10.77.0.1", "0")}
+
+
+def test_frames_that_no_host_took_may_have_been_late() -> None:
+    nothing: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(RelayReport)}
+    assert RelayReport(**nothing).limits() == []
+    (limit,) = RelayReport(**{**nothing, "late_frames": 3, "refused_frames": 4, "late_limit_s": 0.001}).limits()
+    assert limit == "75.0 % of the frames left more than 1 ms late"
 
 
 class NoNetwork(Network):

@@ -98,8 +98,10 @@ class RelayReport:
         found = []
         if self.no_room_frames:
             found.append(f"{self.no_room_frames} frames found no room")
-        if self.late_frames > MOST_LATE_SHARE * self.written_frames:
-            share = 100 * self.late_frames / self.written_frames
+        # Frames that no host took were late, too.
+        left_frames = max(1, self.written_frames + self.refused_frames)
+        if self.late_frames > MOST_LATE_SHARE * left_frames:
+            share = 100 * self.late_frames / left_frames
             found.append(f"{share:.1f} % of the frames left more than {self.late_limit_s * 1e3:g} ms late")
         if self.saturated_s > MOST_SATURATED_SHARE * self.wall_s:
             found.append(f"it had no pause in {self.saturated_s:.1f} of {self.wall_s:.1f} s")
