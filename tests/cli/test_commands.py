@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from run_help import gradwire
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 import gradwire as gw
 from gradwire.tools.cli.app import app
-from gradwire.tools.cli.show import method_rows, unbiased_text
+from gradwire.tools.cli.show import handled, method_rows, unbiased_text
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
@@ -92,6 +93,14 @@ def test_a_run_stops_after_its_first_step_at_the_earliest(step: int, tmp_path: P
         assert result.exit_code == 2
         assert "--stop-after" in result.stderr
     assert not (tmp_path / "r").exists()
+
+
+def test_an_interrupted_command_claims_the_end_of_its_own_processes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """The other workers of a training that this one has joined go on."""
+    with pytest.raises(typer.Exit) as caught, handled(debug=False):
+        raise KeyboardInterrupt
+    assert caught.value.exit_code == 130
+    assert capsys.readouterr().err == "gradwire: interrupted; all that it started is ended\n"
 
 
 def test_unknown_commands_and_options_are_bad_usage() -> None:

@@ -140,6 +140,12 @@ def test_the_thread_of_plain_lines_ends_with_the_run(capsys: pytest.CaptureFixtu
     assert not thread.is_alive()
 
 
+def test_a_sentence_is_a_line_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = f"a checkpoint is kept: gradwire train --resume {'/folder' * 40} :fire: [/x]"
+    Progressing().say(sentence)
+    assert capsys.readouterr().err == f"{sentence}\n"
+
+
 def test_a_simulated_run_tells_its_steps_before_any_row_of_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

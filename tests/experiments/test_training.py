@@ -307,13 +307,14 @@ def test_a_signal_at_the_last_row_of_a_run_ends_the_comparison(tmp_path: Path, n
             if (row["event"], row["step"]) == ("eval", PLAN.task.steps):
                 signal.raise_signal(number)
 
-    listener = Interrupter()
+    listener, top = Interrupter(), tmp_path / "a comparison"
     with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
-        run.compare(PLAN, ["fp32", "terngrad"], listener, folder=tmp_path / "c")
+        run.compare(PLAN, ["fp32", "terngrad"], listener, folder=top)
     assert caught.value.args == ((143,) if number == signal.SIGTERM else ())
-    assert listener.sentences[-1].startswith("stopped; a checkpoint of step 12 is kept")
-    assert checkpoint_steps(tmp_path / "c" / "fp32") == [12]
-    assert not (tmp_path / "c" / "terngrad").exists()
+    command = f"gradwire train --resume '{top / 'fp32'}'"
+    assert listener.sentences[-1] == f"stopped; a checkpoint of step 12 is kept: {command}"
+    assert checkpoint_steps(top / "fp32") == [12]
+    assert not (top / "terngrad").exists()
 
 
 def test_a_comparison_that_has_begun_is_kept_and_told_how_to_continue(tmp_path: Path, listener: Listener) -> None:

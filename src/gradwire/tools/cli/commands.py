@@ -113,8 +113,9 @@ class Progressing:
         self._finish()
 
     def say(self, sentence: str) -> None:
-        """Print a sentence."""
-        (self.progress.console if self.progress else self.console).print(sentence, markup=False)
+        """Print a sentence, on one line where no terminal is: it may hold a path or a command."""
+        console = self.progress.console if self.progress else self.console
+        console.print(sentence, markup=False, emoji=False, soft_wrap=not console.is_terminal)
 
     def start(self, config: RunConfig) -> None:
         """Begin the line of a run."""
@@ -128,14 +129,14 @@ class Progressing:
         self.say(f"{config.task.name}: {config.method}, {config.workers} {kind}{place}, {config.task.steps} steps")
         if self.console.is_terminal:
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=12),
                 MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
             )
             self.progress = Progress(
                 *columns,
                 TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
-                TextColumn("{task.fields[now]}"),
+                TextColumn("{task.fields[now]}", markup=False),
                 console=self.console,
             )
             self.task = self.progress.add_task(config.method[:14], total=self.steps, now=self._activity)

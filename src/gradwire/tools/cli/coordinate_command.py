@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -37,7 +38,9 @@ def coordinate(listen: str, secret_file: Path | None, state: Path | None, *, as_
         if begun:
             print(f"gradwire: going on after epoch {begun}", flush=True)
         variable = f"GRADWIRE_SECRET={made.secret} "
-        given, option = (variable, "") if secret_file is None else ("", f" --secret-file {secret_file}")
+        given, option = (
+            (variable, "") if secret_file is None else ("", f" --secret-file {shlex.quote(str(secret_file))}")
+        )
         print("gradwire: workers join by one of these, on any machine that reaches this one", flush=True)
         print(f"  {given}gradwire train digits --join {address}{option}", flush=True)
         print(f"  {given}gradwire run --join {address}{option} script.py", flush=True)

@@ -35,7 +35,7 @@ def handled(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("gradwire: interrupted; all workers are ended", file=sys.stderr)
+        print("gradwire: interrupted; all that it started is ended", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     except GradwireError as error:
         if debug:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -120,7 +121,8 @@ def resume(folder: Path, audience: Audience, *, stop_after: int | None = None) -
     run, plan = planned(folder)
     if MEMBERSHIP in run.read_config():
         raise UsageError(
-            f"{folder} is of a worker that came and went (--join): join again, by --resume {folder} --join ADDRESS"
+            f"{folder} is of a worker that came and went (--join): join again, by --resume {shlex.quote(str(folder))} "
+            "--join ADDRESS"
         )
     steps = checkpoint_steps(folder)
     if steps[-1] >= plan.task.steps:
@@ -180,7 +182,8 @@ def _resumable(folder: Path, audience: Audience) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         steps = checkpoint_steps(folder)
         if steps:
-            audience.say(f"stopped; a checkpoint of step {steps[-1]} is kept: gradwire train --resume {folder}")
+            command = f"gradwire train --resume {shlex.quote(str(folder))}"
+            audience.say(f"stopped; a checkpoint of step {steps[-1]} is kept: {command}")
         raise
 
 
@@ -265,7 +268,7 @@ def compare(
 
 def _state(top: Path, methods: Sequence[str]) -> str:
     """Describe how far the runs of a comparison are, and how to go on with them instead of deleting them."""
-    told, advice, without = list[str](), [f"gradwire report {top} shows it"], list[str]()
+    told, advice, without = list[str](), [f"gradwire report {shlex.quote(str(top))} shows it"], list[str]()
     begun = sorted(path.parent for path in top.glob("*/config.json"))
     for path in dict.fromkeys([*(top / slug(spec) for spec in methods), *begun]):
         try:
@@ -278,11 +281,12 @@ def _state(top: Path, methods: Sequence[str]) -> str:
             told.append(f"{path.name} is finished")
         else:
             told.append(f"{path.name} has a checkpoint of step {done} of {steps}")
-            advice.append(f"gradwire train --resume {path} continues {path.name}")
+            advice.append(f"gradwire train --resume {shlex.quote(str(path))} continues {path.name}")
     if without:
         told.append(f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} no checkpoint")
         advice.append(
-            f"gradwire train with the same options, one --method and --out {top}/NAME --overwrite trains one of these"
+            f"gradwire train with the same options, one --method and --out {shlex.quote(f'{top}/NAME')} --overwrite "
+            "trains one of these"
         )
     return (
         f"{', '.join(told)}. {'; '.join(advice)}. To compare anew, choose another --out, or add --overwrite, which "
