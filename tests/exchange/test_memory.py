@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+import gradwire as gw
 from gradwire.exchange.protocols import Memory
 from gradwire.exchange.segments import Parameter, lay_out
 
@@ -105,3 +107,49 @@ def test_norms_and_forgetting() -> None:
     assert memory.norm("shift", "a") is None
     memory.forget("residual")
     assert held(memory)[0] == [0.0] * 5
+
+
+def test_a_vector_follows_its_parameter_back_to_an_earlier_layout() -> None:
+    """A round with one of two parameters in between: the bank of both has an old vector of that one."""
+    memory, alone = Memory(), lay_out([A])
+    for value, segments in enumerate((SEGMENTS, alone, SEGMENTS, alone, SEGMENTS), 1):
+        memory.stage("residual", segments).copy_(memory.read("residual", segments) + value)
+        memory.commit()
+    assert memory.read("residual", SEGMENTS).tolist() == [15.0] * 3 + [9.0] * 2
+    assert {key: x.tolist() for key, x in memory.state()["rank"].items()} == {
+        "residual/a": [15.0] * 3,
+        "residual/b": [9.0] * 2,
+    }
+
+
+@pytest.mark.parametrize("method", ["ErrorFeedback(TopK(density=0.1))", "DIANA()"])
+def test_nothing_is_lost_between_exchanges_of_all_and_of_some(method: str) -> None:
+    """As a stream's fragments and ``synchronise()`` alternate: what was asked for was sent, or waits."""
+    link = gw.SimulatedLink([(name, torch.empty(64)) for name in "abc"], method, 2, min_numel=0)
+    generator = torch.Generator().manual_seed(1)
+    asked, sent = torch.zeros(192), torch.zeros(192)
+    for names in ("abc", "ab", "abc", "bc", "abc", "ab", "c", "abc"):
+        rows = torch.zeros(2, 192)
+        places = slice(64 * "abc".index(names[0]), 64 * "abc".index(names[-1]) + 64)
+        rows[:, places] = torch.randn(2, 64 * len(names), generator=generator)
+        asked += rows.mean(0)
+        sent[places] += link.reduce_(rows[:, places].clone(), list(names))
+    if method != "DIANA()":
+        state = link.state_dict()
+        left = sum(torch.cat([state[f"rank {r}"][f"residual/{name}"] for name in "abc"]) for r in range(2)) / 2
+        assert torch.allclose(sent + left, asked, rtol=0, atol=1e-5)
+        return
+    # The mean of the shifts is what all ranks hold to be it.
+    state = link.state_dict()
+    for name in "abc":
+        mean = (state["rank 0"][f"shift/{name}"] + state["rank 1"][f"shift/{name}"]) / 2
+        assert torch.allclose(mean, state["replicated"][f"mean_shift/{name}"], rtol=0, atol=1e-5)
+
+
+def test_buffers_do_not_grow_with_the_number_of_chunks() -> None:
+    numel, held = 1 << 15, []
+    for chunk_numel in (numel, numel >> 5):
+        link = gw.SimulatedLink([("w", torch.empty(numel))], "DIANA()", 2, min_numel=0, chunk_numel=chunk_numel)
+        link.reduce_(torch.randn(2, numel, generator=torch.Generator().manual_seed(0)))
+        held.append(sum(x.numel() for space in link._spaces[0] for x in space._buffers.values()))
+    assert held[1] < 1.2 * held[0] + 4 * numel

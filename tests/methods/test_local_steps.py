@@ -469,6 +469,7 @@ def test_a_value_that_is_not_finite_takes_all_back() -> None:
     ours.step()
     with torch.no_grad():
         ours.workers[1]["b"][3] = torch.nan
+    found.after_step()
     found.synchronise()
     assert all(torch.equal(x, held[name]) for name, x in found.global_parameters.items())
     assert torch.equal(ours.flat(0), torch.cat(list(held.values())))
@@ -619,3 +620,63 @@ def test_warm_up_leaves_nothing_that_differences_would_be_sent_with(inner: str) 
         assert not any("/" in name for part in link.state_dict().values() for name in part)
         found.append(link.reduce_(torch.full((2, 256), 1e-3)))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("spec", ["LocalSGD(every=2)", "DiLoCo(every=2)", "EASGD(every=2)", "SparseLoCo(every=2)"])
+def test_synchronise_does_nothing_where_no_step_has_followed(spec: str) -> None:
+    """Otherwise an outer momentum, or an elastic one, would go on without a step of any worker."""
+    ours = Quadratics(2)
+    found = gw.SimulatedLocalSteps([w.items() for w in ours.workers], spec, min_numel=0)
+    for steps in (2, 3):
+        for _ in range(steps):
+            ours.step()
+            found.after_step()
+        found.synchronise()
+        before, round = ours.flat(0).clone(), found.link.round
+        held = {name: x.clone() for name, x in found.global_parameters.items()}
+        found.synchronise()
+        assert found.link.round == round == steps - 1 + (steps == 3)
+        assert torch.equal(ours.flat(0), before)
+        assert all(torch.equal(found.global_parameters[name], x) for name, x in held.items())
+
+
+def test_synchronise_after_a_stream_exchanges_what_followed_each_fragment() -> None:
+    ours = Quadratics(2, sizes=LARGE)
+    found = gw.SimulatedLocalSteps([w.items() for w in ours.workers], "StreamingDiLoCo(every=4, fragments=2, delay=1)")
+    for _ in range(4):
+        ours.step()
+        found.after_step()
+    rounds = found.link.round
+    for more in (1, 0):
+        found.synchronise()
+        assert found.link.round == (rounds := rounds + more)
+        assert torch.equal(ours.flat(0), ours.flat(1))
+
+
+@pytest.mark.parametrize("spec", ["LocalSGD(every={})", "DPSGD(every={})"])
+def test_a_state_of_more_local_steps_is_followed(spec: str) -> None:
+    """Six steps of eight are two of four: the next exchange comes after two more."""
+    ours = Quadratics(2, alike=True)
+    before, after = (
+        gw.SimulatedLocalSteps([w.items() for w in ours.workers], spec.format(n), min_numel=0) for n in (8, 4)
+    )
+    for _ in range(6):
+        before.after_step()
+    after.load_state_dict(before.state_dict())
+    rounds = []
+    for _ in range(6):
+        after.after_step()
+        rounds.append(after.link.round)
+    assert rounds == [0, 1, 1, 1, 1, 2]
+
+
+def test_an_exchange_in_flight_for_longer_than_the_delay_is_refused() -> None:
+    ours = Quadratics(2, sizes=LARGE, alike=True)
+    before, after = (
+        gw.SimulatedLocalSteps([w.items() for w in ours.workers], f"StreamingDiLoCo(every=8, fragments=2, delay={n})")
+        for n in (4, 1)
+    )
+    for _ in range(5):
+        before.after_step()
+    with pytest.raises(gw.IncompatibleError, match=r"takes effect after 3 steps more, and with .* after 1 at most"):
+        after.load_state_dict(before.state_dict())

@@ -177,6 +177,11 @@ class GlobalParameters:
                 raise IncompatibleError(
                     f"the state has fragment {int(fragment)} in flight, which {self.method!r} has not"
                 )
+            if not 1 <= int(state["global"][LEFT]) <= self.clock.delay:
+                raise IncompatibleError(
+                    f"in the state an exchange takes effect after {int(state['global'][LEFT])} steps more, and with "
+                    f"{self.method!r} after {self.clock.delay} at most: call synchronise() before it is saved"
+                )
             needed += [f"{ARRIVED}/{name}" for name in self.pieces.fragments[int(fragment)]]
         missing = [key for key in needed if key not in kept]
         if missing or STEPS not in state["global"]:
@@ -192,10 +197,9 @@ class GlobalParameters:
             x.copy_(kept[f"{GLOBAL}/{name}"].reshape(-1))
             if self._velocity is not None:
                 self._velocity[name].copy_(kept[f"{VELOCITY}/{name}"].reshape(-1))
-        self.clock.reset()
-        self.clock.steps, self._arrived = int(state["global"][STEPS]), None
-        if FLYING in state["global"]:
-            self.clock.flying, self.clock.left = (int(state["global"][key]) for key in (FLYING, LEFT))
+        self._arrived, clock = None, {key: int(state["global"][key]) for key in CLOCK if key in state["global"]}
+        self.clock.go_on(clock[STEPS], clock.get(FLYING), clock.get(LEFT, 0))
+        if self.clock.flying is not None:
             names = self.pieces.fragments[self.clock.flying]
             parts = [kept[f"{ARRIVED}/{name}"].reshape(-1) for name in names]
             self._arrived = [(names, torch.cat(parts))] if parts else None
@@ -276,7 +280,7 @@ class OwnParameters:
 
     def load(self, state: State) -> dict[str, dict[str, torch.Tensor]]:
         """Load the part that :meth:`add_state` added; return the state."""
-        self.clock.steps = int(state["global"][STEPS])
+        self.clock.go_on(int(state["global"][STEPS]))
         return {scope: dict(part) for scope, part in state.items()}
 
 

@@ -113,7 +113,8 @@ class LinkRuntime:
                 spaces = self._spaces[plan] = {}
             space = spaces.get(chunk)
             if space is None:
-                space = spaces[chunk] = Workspace(self._room)
+                whole = spaces.setdefault(None, Workspace(self._room))
+                space = whole if chunk is None else spaces.setdefault(chunk, Workspace(self._room, whole))
         return space
 
     def failed_between_buckets(self, error: Exception, purpose: str) -> Exception:

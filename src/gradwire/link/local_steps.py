@@ -70,8 +70,8 @@ class LocalStepsUser:
         """Exchange the changes since the last exchange now, after any number of steps (collective call).
 
         Call it before evaluations and checkpoints of the common parameters. An exchange in flight ends first. The
-        schedule of exchanges starts anew. Under gossip, where ranks keep parameters of their own, all of them are set
-        to their mean over ranks.
+        schedule of exchanges starts anew. If no step has followed the last exchange of all parameters, nothing is
+        done. Under gossip, where ranks keep parameters of their own, all of them are set to their mean over ranks.
 
         Raises:
             IncompatibleError: the method exchanges gradients.
@@ -189,6 +189,10 @@ class LocalSteps:
         if not isinstance(self.parameters, GlobalParameters):
             put(list(self._named.values()), self._mean_parameters())
             put(self.buffers, self._mean_buffers())
+            return
+        if self.parameters.clock.is_settled:
+            # An outer step would go on by its momentum, although no worker has moved.
+            self._runtime.failures.refuse()
             return
         if self.parameters.clock.flying is not None:
             self._end(self.parameters.clock.flying)

@@ -289,7 +289,7 @@ class SimulatedLink:
     def _space(self, rank: int, chunk: int) -> Workspace:
         spaces = self._spaces[rank]
         while len(spaces) <= chunk:
-            spaces.append(Workspace())
+            spaces.append(Workspace(bucket=spaces[0]))
         return spaces[chunk]
 
 

@@ -97,7 +97,7 @@ class SimulatedLocalSteps:
                 self._end(begins)
 
     def synchronise(self) -> None:
-        """Exchange the changes since the last exchange now, or set all parameters to their mean.
+        """Exchange the changes since the last exchange now, if there are any, or set all parameters to their mean.
 
         An exchange in flight ends first.
         """
@@ -106,6 +106,8 @@ class SimulatedLocalSteps:
             mean = self._mean()
             for worker in self._workers:
                 worker.incoming([([name], values) for name, values in mean.items()])
+            return
+        if self._clock.is_settled:
             return
         if self._clock.flying is not None:
             self._end(self._clock.flying)

@@ -119,7 +119,8 @@ class LocalProfiler:
     ) -> None:
         self._link = link or USUAL_LINK
         self._plan, self._flat, self._world_size = plan, flat, world_size
-        self._spaces, self._memory = [Workspace() for _ in range(plan.chunks + 1)], Memory()
+        whole = Workspace()
+        self._spaces, self._memory = [*(Workspace(bucket=whole) for _ in range(plan.chunks)), whole], Memory()
         # Rounds in which rank 0 is the root of all broadcasts whose root changes: only the root has a payload, which it
         # can also receive. Rounds that alternate have no such broadcasts, and follow one another.
         self._work, self._round = torch.empty_like(flat), LATE_ROUND - LATE_ROUND % world_size

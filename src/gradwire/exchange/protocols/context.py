@@ -69,10 +69,17 @@ class Workspace:
     """Byte buffers that are kept between rounds, so that no step pays for new pages.
 
     One job at a time uses a workspace.
+
+    Args:
+        device: Device of the buffers.
+        bucket: Workspace of the bucket of which this is a chunk's; None: there is one chunk.
+
+    Attributes:
+        bucket: The bucket's workspace, for buffers as long as the bucket, of which each chunk uses its own elements.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
+    def __init__(self, device: str = "cpu", bucket: Workspace | None = None) -> None:
+        self.device, self.bucket = device, bucket or self
         self._buffers: dict[str, torch.Tensor] = {}
         self._parts: dict[str, Workspace] = {}
 
@@ -86,7 +93,8 @@ class Workspace:
     def part(self, name: str) -> Workspace:
         """Return the workspace of a name, for an exchange besides the job's main one; the same in every round."""
         if name not in self._parts:
-            self._parts[name] = Workspace(self.device)
+            whole = None if self.bucket is self else self.bucket.part(name)
+            self._parts[name] = Workspace(self.device, whole)
         return self._parts[name]
 
 

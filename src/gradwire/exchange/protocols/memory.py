@@ -33,12 +33,15 @@ def base_kind(kind: str) -> str:
 
 
 class _Bank:
-    """State of one kind for one bucket: the committed vector and the staged one."""
+    """State of one kind for one bucket: the committed vector and the staged one.
+
+    ``left`` says that the vectors of some of its parameters have moved to other banks.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: str) -> None:
         self.held = torch.zeros(numel, dtype=dtype, device=device)
         self.staged = torch.zeros(numel, dtype=dtype, device=device)
-        self.changed = False
+        self.changed = self.left = False
         self.before: torch.Tensor | None = None
 
 
@@ -217,7 +220,8 @@ class Memory:
         key = (kind, tuple(s.parameter.name for s in segments))
         with self._lock:
             have = self._banks.get(key)
-            if have is None:
+            # After an exchange of some of its parameters, a bank has old values of these.
+            if have is None or have.left:
                 have = self._banks[key] = self._move_in(kind, segments, dtype)
                 if replicated:
                     self._replicated.add(kind)
@@ -231,6 +235,7 @@ class Memory:
             before = self._home.get((kind, s.parameter.name))
             if before is not None:
                 place.copy_(before[0].held[before[1] : before[1] + before[2]])
+                before[0].left = True
             else:
                 loaded = self._loaded.pop((kind, s.parameter.name), None)
                 if loaded is not None and loaded.numel() == s.numel:

@@ -111,7 +111,7 @@ class _Differences(WrappedPlan):
         inner = outcome.sent
         if inner is None:
             raise TypeError("an inner plan did not say what it sent")
-        sent = context.workspace.get("sent", 4 * flat.numel()).view(torch.float32)
+        sent = context.workspace.bucket.get("sent", 4 * flat.numel()).view(torch.float32)
         runs = self.runs[context.chunk]
         for a, b in runs:
             sent[a:b].zero_()

@@ -204,11 +204,11 @@ WEIGHTS, FIRST, SECOND, STEPS, TOLD = (
     "autoencoder_steps",
     "autoencoder_told",
 )
-REMEMBERED = (WEIGHTS, FIRST, SECOND, STEPS, TOLD)
-"""Stored values, of the trainer until it has sent the weights to all ranks, and then of all ranks."""
-
 ROUNDS = "autoencoder_rounds"
-"""Number of rounds that the autoencoder has been trained on, stored on all ranks."""
+"""Number of rounds that the autoencoder has been trained on."""
+
+REMEMBERED = (WEIGHTS, FIRST, SECOND, STEPS, TOLD, ROUNDS)
+"""Stored values, of the trainer until it has sent the weights to all ranks, and then of all ranks. All count rounds."""
 
 SIXTH_EXCHANGE = 5
 BETAS, EPSILON = (0.9, 0.999), 1e-8

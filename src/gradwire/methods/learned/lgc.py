@@ -155,7 +155,7 @@ class LGC(ResidualAlgorithm):
             whole_step=True,
             kernels=("selection", "indices", "signs"),
             # The autoencoder, and the state of every residual algorithm.
-            remembers=(*traits.remembers, *REMEMBERED, ROUNDS),
+            remembers=(*traits.remembers, *REMEMBERED),
             of_first=REMEMBERED,
             subtracts_mean=self.feedback == "reconstruction" and self.instance == "all_reduce",
             unbiased=False,

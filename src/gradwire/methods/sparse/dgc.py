@@ -207,7 +207,7 @@ class MaskedMomentum(LocalMomentum):
         if outcome.sent is None:
             raise TypeError("an inner plan did not say what it sent")
         staged, runs = context.memory.stage("momentum", self._remembered), self.runs[context.chunk]
-        sent = context.workspace.get("sent elements", 4 * flat.numel()).view(torch.float32)
+        sent = context.workspace.bucket.get("sent elements", 4 * flat.numel()).view(torch.float32)
         for a, b in runs:
             sent[a:b] = 0
         outcome.sent(sent, 1.0)
