@@ -7,7 +7,10 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
+import gradwire as gw
+from crew import crew
 from gradwire.link.membership.membership_link import MembershipLink
 
 
@@ -33,3 +36,34 @@ def test_a_look_that_took_long_leaves_the_next_epoch_alone(begins_meanwhile: boo
     link._lock.acquire()
     MembershipLink._look(link)
     assert broken == ([] if begins_meanwhile else [old])
+
+
+@pytest.mark.ranks
+def test_nobody_meets_the_others_while_it_applies_a_round_of_local_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members compare their global parameters when they meet, and these are half changed then."""
+    usual, had_met = gw.DiLoCo.step_, list[bool]()
+
+    def step_while_an_epoch_begins(method: gw.DiLoCo, *given: Any) -> None:
+        # As the thread that watches does when another member has left or was lost.
+        with link._lock:
+            link._run(link._seat.recover())
+            link._meet_early()
+        if link._meeting is not None:
+            link._meeting.join()
+        had_met.append(link._seat.has_met)
+        usual(method, *given)
+
+    monkeypatch.setattr(gw.DiLoCo, "step_", step_while_an_epoch_begins)
+    with crew() as workers, gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret) as membership:
+        parameter = torch.nn.Parameter(torch.ones(8))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        spec = "DiLoCo(every=1, inner=FP32())"
+        link: Any = gw.Link([parameter], spec, group=membership, optimizer=optimizer, min_numel=0)
+        parameter.grad = torch.ones(8)
+        optimizer.step()
+        assert had_met == [False]
+        assert link._meeting is not None
+        link._meeting.join()
+        assert link._seat.has_met
+        optimizer.step()
+        assert link.round == 2

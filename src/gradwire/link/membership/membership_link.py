@@ -124,13 +124,15 @@ class MembershipLink(WatchingLink):
                 told = self._come_again()
                 if not self.method.traits.local_steps:
                     raise LeftOutError(told) from None
+                self._applying = True
                 return []
             # Samples for the next round have not been drawn yet.
-            self._seat.reserve, self._applied = 0, False
+            self._seat.reserve, self._applied, self._applying = 0, False, True
             return self._means
 
     def after_exchange(self) -> None:
         with self._lock:
+            self._applying = False
             if self._seat.left:
                 return
             try:

@@ -37,6 +37,8 @@ class WatchingLink(StoreSteps):
     """Held while the protocol runs."""
     _applied: bool = False
     """True from a step of the optimizer until the next round."""
+    _applying: bool = False
+    """Under local steps: True from the end of an exchange until its outcome was applied, which is without the lock."""
     _meeting: threading.Thread | None = None
     _news: _News | None = None
     """What was read from the store last."""
@@ -169,7 +171,7 @@ class WatchingLink(StoreSteps):
 
     def _rests(self) -> bool:
         """Return whether the parameters are those after the last round, until the next one."""
-        return bool(self.method.traits.local_steps) or self._applied
+        return not self._applying if self.method.traits.local_steps else self._applied
 
     def _meet_now(self, epoch: Epoch) -> None:
         with self._lock:
