@@ -137,6 +137,60 @@ def ends(*workers: Worker) -> None:
     assert all(worker.end() for worker in workers)
 
 
+# ---------------------------------------------------------------------- by an error
+
+
+def fail(link: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an error that a thread of the link finds end this worker's part."""
+
+    def differ() -> None:
+        raise gw.RankMismatchError("members hold different states")
+
+    monkeypatch.setattr(link, "_compare_state", differ)
+    with link._lock:
+        # As after another member was lost.
+        link._hang_up("was cut off")
+        link._applied = True
+        if link._seat.quorum is None:
+            link._run(link._seat.recover())
+            link._meet_early()
+    end_s = time.monotonic() + 60.0
+    while link._problem is None:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+FAILING = [("terngrad", None), ("DiLoCo(every=1, inner=FP32())", None), ("DiLoCo(every=1, inner=FP32())", 1)]
+
+
+@pytest.mark.parametrize(("spec", "quorum"), FAILING)
+def test_a_worker_whose_part_an_error_ended_has_not_left_and_learns_the_error(
+    spec: str, quorum: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with crew() as workers, join(workers, quorum=quorum) as membership:
+        link, parameter = link_on(membership, spec)
+        parameter.grad = torch.ones(64)
+        fail(link, monkeypatch)
+        for _ in range(2):
+            assert not membership.left
+            with pytest.raises(gw.RankMismatchError, match="different states"):
+                link.optimizer.step() if link.method.traits.local_steps else link.reduce_()
+
+
+@pytest.mark.parametrize(("spec", "quorum"), FAILING)
+def test_a_program_that_ends_without_having_seen_the_error_learns_it_at_the_end(
+    spec: str, quorum: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> None:
+        # The link is gone when the membership ends.
+        fail(link_on(membership, spec)[0], monkeypatch)
+        monkeypatch.undo()
+
+    differs = pytest.raises(gw.RankMismatchError, match="different states")
+    with crew() as workers, differs, join(workers, quorum=quorum) as membership:
+        train()
+
+
 # ---------------------------------------------------------------------- signals
 
 

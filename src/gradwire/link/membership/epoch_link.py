@@ -9,6 +9,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NoReturn
 
 from gradwire.errors import ExchangeError, GradwireError, PayloadError
 from gradwire.exchange.drivers import Lane, WireError
@@ -43,10 +44,18 @@ class EpochLink(Link):
     """Ids of the members whose connections ended or fell silent while the last epoch met, if it did not."""
     _preparation: Preparation | None = None
     """Connections of the epoch that may follow."""
-    _problem: Exception | None = None
-    """What went wrong in a thread of the link; raised in the thread of the training."""
     _broken_s: float | None
     """When the connections of the last epoch were broken; None while they are not."""
+
+    @property
+    def _problem(self) -> Exception | None:
+        """What went wrong in a thread of the link; raised in the thread of the training."""
+        return self._party.problem
+
+    @_problem.setter
+    def _problem(self, problem: Exception | None) -> None:
+        # The membership still has it when a program's link is gone, and raises it at its end.
+        self._party.problem = problem
 
     def _abort(self) -> None:
         """Break all connections, from any thread."""
@@ -153,9 +162,14 @@ class EpochLink(Link):
         """Return the error of the link; raise the one given if it was this worker's own fault."""
         own = self._runtime.failures.error
         if own is None or not isinstance(own.__cause__, WireError | PayloadError):
-            self.depart()
-            raise error
+            self._fail(error)
         return own
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Leave because of an error, and raise it: now, and wherever the program looks next."""
+        self._party.failure = error
+        self.depart()
+        raise error
 
     @abstractmethod
     def depart(self) -> None:

@@ -66,8 +66,11 @@ class Membership(Party):
 
     @property
     def left(self) -> bool:
-        """True once this worker has left: its last round counts, and it takes part in no other."""
-        return self.seat.left
+        """True once this worker has left: its last round counts, and it takes part in no other.
+
+        False if an error ended its part: the link raises that where it exchanges next.
+        """
+        return self.seat.left and self.failure is None
 
     def leave(self) -> None:
         """Leave after the current round, or the next one if none is under way: go on until :attr:`left` is true.
@@ -91,7 +94,17 @@ class Membership(Party):
             return MembershipTrace.of(self.seat.history)
 
     def close(self) -> None:
-        """Leave at once, unless this worker has left already, and close all connections."""
+        """Leave at once, unless this worker has left already, and close all connections.
+
+        Raises:
+            GradwireError: what ended this worker's part, if nothing has raised it yet.
+        """
+        self._end()
+        if self.failure is not None and self.problem is self.failure:
+            self.problem = None
+            raise self.failure
+
+    def _end(self) -> None:
         for handler in self._handlers:
             handler.end()
         link = self.link
@@ -107,7 +120,8 @@ class Membership(Party):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # An error that ends the program is not replaced by another.
+        (self.close if error is None else self._end)()
 
 
 def join(

@@ -165,6 +165,10 @@ class MembershipLink(WatchingLink):
             self._hang_up("left the training")
 
     def _refuse_after_the_end(self) -> None:
+        failure = self._party.failure
+        if failure is not None:
+            self._problem = None
+            raise failure
         if self._seat.left or not self.close.alive:
             raise ExchangeError("this worker has left the training: look at membership.left after every step")
 
@@ -360,8 +364,7 @@ class MembershipLink(WatchingLink):
                 # A program may have been about to change parameters once more after its optimizer's step.
                 self._differed = True
                 return ()
-            self.depart()
-            raise
+            self._fail(error)
         except (ExchangeError, PayloadError, RuntimeError, dist.DistError) as error:
             logging.getLogger("gradwire").info("epoch %d: not all members met: %s", epoch.number, error)
             return self._missed(group)

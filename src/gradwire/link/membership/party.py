@@ -100,6 +100,8 @@ class Party:
         changes: The latest changes of the members.
         counts: Numbers of repeated rounds, lost members, members that left, members that joined, residuals lost and
             handed over, and times that this worker was left out.
+        problem: What went wrong in a thread of the link, until it is raised where the program looks next.
+        failure: The error that ended this worker's part, if one did: it has not left by its word.
         lock: Held while the protocol runs.
     """
 
@@ -123,6 +125,8 @@ class Party:
         self.carried: dict[str, Stateful] = {}
         self.changes: deque[MemberChange] = deque(maxlen=MOST_CHANGES)
         self.counts: Counter[str] = Counter()
+        self.problem: Exception | None = None
+        self.failure: Exception | None = None
         self.lock = threading.RLock()
         self._link: Callable[[], Follower | None] | None = None
         self._missed: set[str] = set()

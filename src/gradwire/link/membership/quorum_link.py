@@ -145,6 +145,7 @@ class QuorumLink(MembershipLink):
             self._left_in_step = False
             return False
         if self._over is not None:
+            self._problem = None
             raise self._over
         if not self.close.alive:
             raise ExchangeError("this worker has left the training: look at membership.left after every step")
@@ -231,6 +232,7 @@ class QuorumLink(MembershipLink):
     def _end(self) -> None:
         """Let the thread that trains know that no further round comes."""
         self._over = self._over or ExchangeError("this worker has left the training: look at membership.left")
+        self._problem = self._party.failure
         turn = self._local.turn
         with turn.changed:
             turn.changed.notify_all()
