@@ -337,6 +337,26 @@ def test_a_slow_worker_that_leaves_hands_in_what_it_has_first() -> None:
         assert same_bits(a, b) > 1
 
 
+def test_what_a_newcomer_receives_does_not_change_while_its_source_goes_on_to_step() -> None:
+    with crew() as workers, gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret, quorum=1) as membership:
+        module = nn.BatchNorm1d(4)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
+        membership.carry(module=module)
+        spec = "LocalSGD(every=1000, inner=FP32())"
+        link: Any = gw.Link(module.named_parameters(), spec, group=membership, optimizer=optimizer, min_numel=0)
+
+        def step() -> None:
+            module(torch.randn(8, 4)).square().sum().backward()
+            optimizer.step()
+
+        step()
+        with link._lock:
+            sent = link._state_for_others()
+        before = repr((sent["optimizer"], sent["carried"]))
+        step()
+        assert repr((sent["optimizer"], sent["carried"])) == before
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [

@@ -20,6 +20,7 @@ from gradwire.link.membership.membership_link import MembershipLink
 from gradwire.link.membership.quorum import Presence, Quorum, shares
 from gradwire.link.membership.quorum_steps import STILL_S, QuorumSteps
 from gradwire.link.membership.records import Member
+from gradwire.link.membership.transfer import copied
 from gradwire.link.round import Mean
 
 T = TypeVar("T")
@@ -314,6 +315,8 @@ class QuorumLink(MembershipLink):
             return super()._state_for_others()
         with self._still():
             state = super()._state_for_others()
+            # The thread that trains steps again while they are sent.
+            state |= {name: copied(state[name]) for name in ("optimizer", "carried")}
         named = {name: x.dtype for name, x in self._local.parameters.pieces.items()}
         held = self._local.replicated()
         state["parameters"] = {name: held[name].to(dtype) for name, dtype in named.items()}

@@ -80,6 +80,17 @@ def restored(value: Any, tensors: list[torch.Tensor]) -> Any:
     return {key: restored(item, tensors) for key, item in value.items()}
 
 
+def copied(value: Any) -> Any:
+    """Return a copy of state, with tensors of its own.
+
+    Raises:
+        IncompatibleError: it holds something that :func:`flattened` refuses.
+    """
+    tensors: list[torch.Tensor] = []
+    plain = flattened(value, tensors)
+    return restored(plain, [tensor.clone() for tensor in tensors])
+
+
 def send_state(group: EpochGroup, to: int, state: Any, key: bytes) -> None:
     """Send state to one member; see :func:`receive_state`.
 
