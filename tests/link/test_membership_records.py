@@ -6,12 +6,14 @@ import contextlib
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gradwire as gw
+from crew import crew
 from gradwire.link.membership.board import Board
 from gradwire.link.membership.records import (
     MOST_BYTES,
@@ -115,6 +117,28 @@ def test_a_request_is_found_that_was_written_after_others_had_seen_its_number() 
     finally:
         coordinator.close()
         serving.join()
+
+
+def test_all_requests_are_found_that_were_written_to_a_coordinator_that_was_started_again(tmp_path: Path) -> None:
+    with crew(tmp_path / "state.json") as workers:
+        looking, *asking = (Board("127.0.0.1", workers.port, workers.secret) for _ in range(4))
+        members = [Member(letter * 16, letter) for letter in "abc"]
+
+        def found(some: Sequence[int]) -> list[Member]:
+            for _ in range(2):
+                for place in some:
+                    asking[place].ask(Request(members[place], "f" * 64))
+                requests = looking.requests()
+            return [request.member for request in requests]
+
+        assert found([0]) == members[:1]
+        with workers.without_coordinator():
+            assert looking.requests() == []
+        looking.try_again()
+        # As many and more ask before the next look. The number of the first is another's now.
+        assert found([1, 2, 0]) == [members[1], members[2], members[0]]
+        for board in (looking, *asking):
+            board.close()
 
 
 @contextlib.contextmanager

@@ -108,12 +108,11 @@ class Board:
     def __init__(self, host: str, port: int, secret: str, patience_s: float = PATIENCE_S) -> None:
         self.host, self.port = host or "127.0.0.1", port
         self._spare = SpareStores(self._another)
-        self._connection = CoordinatorConnection(self.host, self.port, secret, patience_s, self._spare.drop)
+        self._connection = CoordinatorConnection(self.host, self.port, secret, patience_s, self._lost)
         self._shared: Any = None
         self._took_s: deque[float] = deque([0.0], maxlen=8)
-        self._seen, self._asked = 0, (0, "", 0)
-        self._unread: set[int] = set()
-        self._waiting: dict[str, tuple[int, Request, float | None]] = {}
+        self._asked = 0, "", 0
+        self._read_anew()
         self._do(lambda store: None)
 
     @property
@@ -122,6 +121,10 @@ class Board:
         return self._connection.seal
 
     # ------------------------------------------------------------------ connections
+
+    def _lost(self) -> None:
+        self._spare.drop()
+        self._read_anew()
 
     def store(self, prefix: str) -> Any:
         """Return a store whose keys begin with a prefix. Nobody may wait in it for a key."""
@@ -294,12 +297,20 @@ class Board:
 
     # ------------------------------------------------------------------ requests
 
+    def _read_anew(self) -> None:
+        """Read all requests again: a coordinator that was started again counts them from the first."""
+        self._seen = 0
+        self._unread: set[int] = set()
+        self._waiting: dict[str, tuple[int, Request, float | None]] = {}
+
     def ask(self, request: Request) -> None:
         """Write a request to be named; call it again and again as long as it holds, since others look for its beat."""
 
         def write(store: Any) -> None:
             number, id, beat = self._asked
-            if id != request.member.id or not store.check([ask_key(number)]):
+            found = self._read(store, ask_key(number), Request) if id == request.member.id else None
+            # After the coordinator was started again, the number may be that of another worker.
+            if found is None or found.member.id != id:
                 number = store.add(ASKS, 1)
             store.set(ask_key(number), self.seal.close(ask_key(number), replace(request, beat=beat + 1)))
             self._asked = number, request.member.id, beat + 1
@@ -322,8 +333,7 @@ class Board:
     def _requests(self, store: Any) -> list[Request]:
         count = store.add(ASKS, 0)
         if count < self._seen:
-            self._seen = 0  # the coordinator was started again
-            self._unread.clear()
+            self._read_anew()  # somebody has set it back
         # A worker takes a number first and writes under it then: until that, the number stays unread.
         oldest = max(1, count - MOST_ASKS + 1)
         self._unread.update(range(max(self._seen + 1, oldest), count + 1))
