@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import gradwire as gw
+from gradwire.link.membership import passing_link
 from gradwire.link.membership.method_rules import ADDED, ANEW, FIRST_LOST, GIVEN, LOST, STAYS, ZEROS, fates, refusal
 from gradwire.link.membership.replayed_link import ReplayedLink
 from remembering import REMEMBERING
@@ -137,6 +138,24 @@ def test_an_autoencoder_of_which_the_trainer_goes_begins_anew(change: str, insta
     assert int(ended["a", AT]["autoencoder_steps"]) == AT
     assert int(ended["b", AT + 1]["autoencoder_steps"]) == 1
     assert "autoencoder" not in ended["c", AT + 1]
+
+
+def test_what_waits_begins_anew_on_all_where_a_part_of_it_was_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, usual = gw.PowerSGD(values=gw.BF16()), passing_link.receive_state
+
+    def receive_state(*given: Any) -> Any:
+        state = usual(*given)
+        if "residual/x" in state:
+            raise gw.PayloadError("it changed on the way")
+        return state
+
+    monkeypatch.setattr(passing_link, "receive_state", receive_state)
+    ended: dict[tuple[str, int], State] = {}
+    gw.replay(gw.MembershipTrace.scripted("abc", (AT, "leaves", "c")), train, method, ended)
+    for name in "ab":
+        assert not is_zero(of_kind(ended[name, AT], "residual"))
+        # All gradients are zero from then on.
+        assert is_zero(of_kind(ended[name, AT + 1], "residual"))
 
 
 @pytest.mark.parametrize("method", [gw.DIANA(), gw.EF21()], ids=repr)

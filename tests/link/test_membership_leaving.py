@@ -18,6 +18,7 @@ from torch import nn
 
 import gradwire as gw
 from crew import Crew, Worker, crew
+from gradwire.link.membership import epoch_group, passing_link
 from gradwire.link.membership.board import ask_key
 from gradwire.link.membership.records import Request
 
@@ -129,6 +130,41 @@ def test_a_worker_that_was_told_to_leave_and_is_left_out_has_left(spec: str, quo
         # It ends by its own loop: an exception out of its optimizer's step would have been told here.
         assert c.end() == {"left": True, "raised": spec == "terngrad", "left_out": 0}
         ends(a, b)
+
+
+def leave_together(address: str, secret: str, name: str, pipe: Connection) -> dict[str, Any]:
+    """Train; b and c leave in one round, and a receives what c has long after b has ended."""
+    usual = passing_link.receive_state
+    epoch_group.LINGER_S = 0.2
+
+    def receive_late(group: Any, source: int, key: bytes) -> Any:
+        if group.epoch.number == 1 and source == 2:
+            while not group._has_left(1):
+                time.sleep(0.01)
+            # The threads that watch look several times meanwhile.
+            time.sleep(1.0)
+        return usual(group, source, key)
+
+    passing_link.receive_state = receive_late
+    parameter = nn.Parameter(torch.zeros(64))
+    with gw.join(address, secret=secret, name=name, least=4) as membership:
+        spec = "ErrorFeedback(RandK(density=0.25))"
+        link = gw.Link([("weight", parameter)], spec, group=membership, min_numel=0)
+        while not membership.left and link.round < 4:
+            parameter.grad = torch.ones(64)
+            if link.round == 2 and name in "bc":
+                membership.leave()
+            link.reduce_()
+        return {"ends": membership.left, **link.diagnostics()["membership"]}
+
+
+def test_those_that_leave_in_one_round_hand_over_one_after_the_other() -> None:
+    with crew() as workers:
+        found = {name: workers.start(name, leave_together) for name in "abcd"}
+        told = {name: worker.end() for name, worker in found.items()}
+    counts = {name: [told[name][key] for key in ("ends", "lost", "left_out", "epoch")] for name in told}
+    assert counts == {"a": [False, 0, 0, 2], "b": [True, 0, 0, 1], "c": [True, 0, 0, 1], "d": [False, 0, 0, 2]}
+    assert (told["a"]["residuals_handed"], told["a"]["residuals_lost"]) == (2, 0)
 
 
 def ends(*workers: Worker) -> None:

@@ -58,6 +58,8 @@ class EpochGroup(Group):
     many_stores = True
     # Members that wait for a reason would report too late to be in the next epoch.
     explains = False
+    parting: frozenset[int] = frozenset()
+    """Places of members that leave by their votes, and hand over what they have not sent before they end."""
     # They have compared their versions before. A second message would take as long as the network's delay.
     table_bytes = 2048
 
@@ -117,13 +119,18 @@ class EpochGroup(Group):
 
         Gloo does not always end a send to a member that has closed its connections while this process was stopped.
         """
-        if self.watch is None or self.watch.judge(self.ranks, "", orderly=True) is None:
+        if self.watch is None:
+            return False
+        if self.watch.judge(self.ranks, "", orderly=False) is not None:
+            return True
+        # Those that leave in one round hand over one after the other. All members can tell that this goes on, since the
+        # last of them has not ended. If one of the others broke off the epoch meanwhile, what it has would be lost.
+        hands_over = not all(map(self._has_left, self.parting))
+        if self.watch.judge({*self.ranks} - self.parting if hands_over else self.ranks, "", orderly=True) is None:
             return False
         if self._parted_s is None:
             self._parted_s = time.monotonic()
-        if time.monotonic() - self._parted_s > LINGER_S:
-            return True
-        return self.watch.judge(self.ranks, "", orderly=False) is not None
+        return time.monotonic() - self._parted_s > LINGER_S
 
     def _has_left(self, place: int) -> bool:
         return self.watch is not None and self.watch.judge((place,), "") is not None
@@ -174,13 +181,15 @@ class EpochGroup(Group):
         Raises:
             RuntimeError: the connection broke.
         """
-        self._finish(*(self._backend.recv([tensor], source, tag) for tag, tensor in enumerate(tensors)))
+        self._finish(*(self._backend.recv([tensor], source, tag) for tag, tensor in enumerate(tensors)), source=source)
 
-    def _finish(self, *works: dist.Work, to: int | None = None) -> None:
+    def _finish(self, *works: dist.Work, to: int | None = None, source: int | None = None) -> None:
         """Wait for messages, by a thread that is given up where one never ends.
 
         Args:
             to: The place of the member that receives them, if they are sent: one that has gone on receives no more.
+            source: The place of the member that sends them, if they are received: what one has sent before it has gone
+                on has :data:`LINGER_S` to arrive.
         """
         ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -195,11 +204,15 @@ class EpochGroup(Group):
 
         threading.Thread(target=wait, name="gradwire message", daemon=True).start()
         broken_s: float | None = None
+        left_s: float | None = None
         while broken_s is None or time.monotonic() - broken_s < GIVE_UP_S:
             try:
                 problem = ended.get(timeout=LOOK_S)
             except queue.Empty:
-                if self.gone() or (to is not None and self._has_left(to)):
+                if left_s is None and source is not None and self._has_left(source):
+                    left_s = time.monotonic()
+                is_late = left_s is not None and time.monotonic() - left_s > LINGER_S
+                if is_late or self.gone() or (to is not None and self._has_left(to)):
                     broken_s = time.monotonic() if broken_s is None else broken_s
                     self.abort()
                 continue

@@ -258,7 +258,7 @@ class MembershipLink(WatchingLink):
         elif isinstance(step, p.Vote):
             return self._vote(step.word)
         elif isinstance(step, p.Count):
-            self._in_flight = self._held = False
+            self._in_flight = self._held = self._misses_residuals = False
         elif isinstance(step, p.Undo):
             self._rewind()
         elif isinstance(step, p.Break):

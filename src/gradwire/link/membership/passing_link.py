@@ -29,6 +29,9 @@ class PassingLink(EpochLink):
     """True once the link was open."""
     _voted_out: frozenset[str] = frozenset()
     """Ids of members that said by their votes that they leave, since members have met last."""
+    _misses_residuals: bool = False
+    """Whether something that was to be handed over has not arrived, as far as this member knows, since the last round
+    that counted: members that meet tell each other."""
 
     def _hand(self, step: Hand, epoch: Epoch) -> None:
         """Hand over what a member that leaves has not sent yet: to be added to what the heir has not sent."""
@@ -38,6 +41,7 @@ class PassingLink(EpochLink):
             return
         places, key = epoch.ids(), self._key(epoch)
         missing = set(step.leavers)
+        group.parting = frozenset(map(places.index, step.leavers))
         try:
             if self._seat.me.id in step.leavers:
                 state = self._runtime.memory.state()["rank"]
@@ -53,8 +57,9 @@ class PassingLink(EpochLink):
                     missing.remove(leaver)
         except (RuntimeError, PayloadError):
             self._party.miss_residuals(missing)
+            self._misses_residuals = True
             # A trace has them as lost members, of whom nothing was left.
-            self._seat.parted = ()
+            self._seat.parted = tuple(id for id in self._seat.parted if id not in missing)
 
     def _pass_state(self, group: EpochGroup, epoch: Epoch) -> Any:
         """Send the state to new members, if this is the first member that has it; receive it, if this one is new."""
@@ -117,6 +122,7 @@ class PassingLink(EpochLink):
             RankMismatchError: it is not.
         """
         if self.world_size == 1:
+            self._forget_if_missing(self._misses_residuals)
             return
         state = self.state_dict()
         skipped = {*OWN_VALUES, *CLOCK, *self.method.traits.of_first} - {"round"}
@@ -124,7 +130,8 @@ class PassingLink(EpochLink):
         for part in ("global", "replicated"):
             for key in sorted(state[part].keys() - skipped):
                 found = zlib.crc32(f"{key} {digest(state[part][key]):08x}".encode(), found)
-        rows = [int(row[0]) for row in self._channel.gather([float(found)])]
+        told = self._channel.gather([float(found), float(self._misses_residuals)])
+        rows = [int(row[0]) for row in told]
         self._party.counts["digests_compared"] += 1
         if len(set(rows)) > 1:
             self._party.counts["digests_differed"] += 1
@@ -132,3 +139,11 @@ class PassingLink(EpochLink):
                 f"epoch {self._seat.current.number}: members hold different states of {self.method!r}: load a "
                 "checkpoint on all of them"
             )
+        self._forget_if_missing(any(row[1] for row in told))
+
+    def _forget_if_missing(self, misses: bool) -> None:
+        """Let what waits on all members begin anew where a part of it has not arrived, if it makes sense only whole."""
+        # Until the next round counts: a member that learns of it now may end before one that does not has met others.
+        self._misses_residuals = misses
+        if misses and self.method.traits.subtracts_mean:
+            self._runtime.memory.forget(self.method.traits.waiting)
