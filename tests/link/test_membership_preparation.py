@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import nn
 
 import gradwire as gw
 from crew import Worker, crew, learn
+from gradwire.link.membership import epoch_group
+from gradwire.link.membership.board import Board
 from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.preparation import Preparation, candidate_of
 from gradwire.link.membership.records import Epoch, Member, new_id
@@ -123,6 +127,44 @@ def test_a_first_member_that_ends_when_all_are_connected_is_followed_by_another(
         # What had been prepared with the member that is gone is of no use.
         assert stays.result["taken"] == [False, True]
         assert (stays.result["lost"], stays.result["joined"]) == (1, 1)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_threads_that_wait_for_a_member_end_where_it_never_comes(comes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epoch_group, "STORE_TIMEOUT", timedelta(seconds=0.1))
+    waits_on, asked = EpochGroup.waits_on, list[EpochGroup]()
+
+    def noted(group: EpochGroup) -> bool:
+        asked.append(group)
+        return waits_on(group)
+
+    monkeypatch.setattr(EpochGroup, "waits_on", noted)
+    epoch = Epoch(1, tuple(Member(new_id(), name) for name in "ab"))
+    with crew() as workers:
+        boards = [Board("127.0.0.1", workers.port, workers.secret) for _ in range(2)]
+        first = EpochGroup(epoch, 0, boards[0], 60.0 if comes else 0.2)
+        before = set(threading.enumerate())
+        if comes:
+            second = EpochGroup(epoch, 1, boards[1], 60.0)
+            connecting = threading.Thread(target=first.connect, args=(1,))
+            connecting.start()
+            # It computes meanwhile.
+            while len(asked) < 4:
+                time.sleep(0.01)
+            second.connect(1)
+            connecting.join()
+            assert first._backend is not None
+            second.leave("has ended")
+        else:
+            with pytest.raises(gw.ExchangeError):
+                first.connect(1)
+        first.leave("has ended")
+        waiting = [thread for thread in set(threading.enumerate()) - before if thread.name == "gradwire connections"]
+        for thread in waiting:
+            thread.join(20.0)
+            assert not thread.is_alive()
+        for board in boards:
+            board.close()
 
 
 class Connected:

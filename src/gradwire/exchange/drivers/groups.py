@@ -48,6 +48,15 @@ class Group(ABC):
     table_bytes: int = 0
 
     @property
+    def store_timeout(self) -> timedelta:
+        """Time after which one that waits in the store for others asks :meth:`waits_on`."""
+        return self.timeout
+
+    def waits_on(self) -> bool:
+        """Return whether one that has waited in the store for so long waits on."""
+        return False
+
+    @property
     def rank(self) -> int:
         """This rank's number in messages."""
         return self.ranks[self.place]
@@ -87,7 +96,8 @@ class Group(ABC):
             rank: This rank's number among those that are connected.
             world_size: Number of those.
         """
-        return dist.ProcessGroupGloo(Rendezvous(store, world_size), rank, world_size, self.timeout)
+        rendezvous = Rendezvous(store, world_size, self.waits_on)
+        return dist.ProcessGroupGloo(rendezvous, rank, world_size, self.timeout)
 
     @abstractmethod
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 _OF_RANK = re.compile(r"(.*?)([0-9]+)")
 
@@ -26,11 +29,12 @@ class Rendezvous(dist.Store):
     Args:
         store: The store; it waits for as long as its own timeout says.
         world_size: Number of ranks.
+        waits_on: Called after that time; True to wait again.
     """
 
-    def __init__(self, store: Any, world_size: int) -> None:
+    def __init__(self, store: Any, world_size: int, waits_on: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
-        self._store, self._world_size = store, world_size
+        self._store, self._world_size, self._waits_on = store, world_size, waits_on
         self._many: bool = store.has_extended_api()
         self._known: dict[str, bytes] = {}
 
@@ -62,9 +66,17 @@ class Rendezvous(dist.Store):
         parts = _OF_RANK.fullmatch(key)
         if self._many and parts is not None and int(parts[2]) < self._world_size:
             family = [f"{parts[1]}{rank}" for rank in range(self._world_size)]
-            found = dict(zip(family, map(bytes, self._store.multi_get(family))))
+            found = dict(zip(family, map(bytes, self._waited(partial(self._store.multi_get, family)))))
         else:
-            found = {key: bytes(self._store.get(key))}
+            found = {key: bytes(self._waited(partial(self._store.get, key)))}
         if not all(found.values()):
             raise RuntimeError("the store has no longer what other ranks wrote to be found: they have gone on")
         self._known |= found
+
+    def _waited(self, ask: Callable[[], T]) -> T:
+        while True:
+            try:
+                return ask()
+            except dist.DistStoreError as error:
+                if "timeout" not in str(error) or not self._waits_on():
+                    raise

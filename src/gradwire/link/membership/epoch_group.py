@@ -23,6 +23,11 @@ from gradwire.link.peers.watch import Watch
 TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective, PyTorch's own: members that are gone are noticed long before."""
 
+STORE_TIMEOUT = timedelta(seconds=5)
+"""Time after which a thread that waits in the store for others looks whether all of them may still come. One that
+computes may take long, and a newcomer that has ended before it came never does: for each of these a few threads, and
+connections to the coordinator, would wait on."""
+
 ABSENCES = 2.0
 """A member that has not come yet, since it agrees with others or looks for the coordinator, has so much more time."""
 
@@ -75,6 +80,7 @@ class EpochGroup(Group):
         self._spare: dict[int, Any] = {}
         self._began_s = time.monotonic()
         self._parted_s: float | None = None
+        self._is_over = False
         self._begun: dist.Work | None = None
         self.watch: Watch | None = None
         if len(self.ranks) > 1:
@@ -82,6 +88,13 @@ class EpochGroup(Group):
             self.watch.limit_s, self.watch.absence_s = silence_s, ABSENCES * silence_s
             self.watch.meet(self.ranks)
         self.circle = Circle(self)
+
+    @property
+    def store_timeout(self) -> timedelta:
+        return STORE_TIMEOUT
+
+    def waits_on(self) -> bool:
+        return not self._is_over and (self.watch is None or self.watch.judge(self.ranks, "") is None)
 
     def lend_store(self) -> Any:
         return self._board.lend(self._prefix)
@@ -227,6 +240,7 @@ class EpochGroup(Group):
 
     def leave(self, how: str) -> None:
         """End the connections, after a word to the others."""
+        self._is_over = True
         if self.watch is not None:
             self.watch.leave(how)
         begun, held, self._begun = self._begun, [self._backend, *self._spare.values()], None

@@ -151,7 +151,7 @@ class Circle:
 
         A wait in a store, or for a rank's answer, cannot be interrupted. So ``makes`` run in threads of their own: all
         at the same time if the group has a connection to the store for each. If a rank has ended, the threads are
-        abandoned, and end with the group's timeout or the process.
+        abandoned, and end with the group's timeout for waits in the store, or the process.
 
         Args:
             purpose: Purpose of the connections, for messages.
@@ -283,7 +283,7 @@ def _fulfil(tasks: Sequence[tuple[Future[C], Callable[[Any], C]]], prefix: str, 
         # A wait blocks the store for all other threads. If its host has ended, the backend keeps retrying on the copy.
         store = group.lend_store()
         # Gloo waits in it for all ranks at once.
-        store.set_timeout(group.timeout)
+        store.set_timeout(group.store_timeout)
         for number, (made, make) in enumerate(tasks, 1):
             found = make(dist.PrefixStore(prefix, store))
             if number == len(tasks):
