@@ -150,6 +150,32 @@ def test_a_member_that_waits_in_vain_ends_its_connections_and_its_round(tmp_path
         assert link.round == 2
 
 
+def test_a_program_ends_although_a_thread_of_its_link_waits_for_the_coordinator(tmp_path: Path) -> None:
+    with crew(tmp_path / "state.json") as workers:
+        membership = joined(workers, patience_s=1000.0)
+        link, step = link_over(membership, "terngrad")
+        step()
+
+        def agree() -> None:
+            # As when another member has ended.
+            with link._lock:
+                waits.set()
+                with pytest.raises(gw.ExchangeError, match="closed its connection"):
+                    link._run(link._seat.recover())
+
+        waits = threading.Event()
+        with workers.without_coordinator():
+            wait_for(lambda: membership.board.is_away)
+            threads = [threading.Thread(target=agree, daemon=True)]
+            threads[0].start()
+            assert waits.wait(60.0)
+            threads.append(threading.Thread(target=membership.close, daemon=True))
+            threads[1].start()
+            for thread in threads:
+                thread.join(60.0)
+            assert not any(thread.is_alive() for thread in threads)
+
+
 def test_what_waits_for_the_coordinator_ends_when_the_membership_is_closed(tmp_path: Path) -> None:
     with crew(tmp_path / "state.json") as workers:
         membership = joined(workers)

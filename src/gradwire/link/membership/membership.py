@@ -14,6 +14,7 @@ from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.method import is_number, is_whole, require
 from gradwire.link.membership.board import Board, address_of
 from gradwire.link.membership.coordinator_connection import PATIENCE_S
+from gradwire.link.membership.epoch_group import LOOK_S
 from gradwire.link.membership.membership_link import MembershipLink
 from gradwire.link.membership.party import Party
 from gradwire.link.membership.quorum import STALENESS, Quorum
@@ -109,7 +110,14 @@ class Membership(Party):
             handler.end()
         link = self.link
         if link is not None:
-            link.depart()
+            while not self.lock.acquire(timeout=LOOK_S):
+                # A thread of the link waits with the lock until the coordinator is back. A program that ends does not.
+                if self.board.is_away:
+                    self.board.close()
+            try:
+                link.depart()
+            finally:
+                self.lock.release()
             # A link that could not be opened has nothing to close.
             getattr(link, "close", lambda: None)()
         self.board.close()
