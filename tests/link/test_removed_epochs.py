@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from gradwire.link.membership.board import REMOVED, Board
 from gradwire.link.membership.coordinator import KEPT_EPOCHS
 from gradwire.link.membership.protocol import Seat
 from gradwire.link.membership.records import Epoch, Member, Removed
-from gradwire.link.membership.steps import Collect, LeftOut, Propose, epoch_key
+from gradwire.link.membership.steps import FIRST, Collect, LeftOut, Propose, epoch_key
 
 A, B = (Member(letter * 16, letter) for letter in "ab")
 
@@ -63,6 +65,27 @@ def test_an_epoch_whose_key_was_removed_cannot_be_written_again(tmp_path: Path) 
         assert board.propose(epoch_key(latest.number), recent) == latest
         new = following(latest, A)
         assert board.propose(epoch_key(new.number), new) == new
+
+
+def test_a_coordinator_goes_on_without_room_for_its_file_and_writes_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = gw.Coordinator("127.0.0.1:0", state=tmp_path / "state.json")
+    first, fsync = Epoch(1, (A,)), os.fsync
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    made._client.set(FIRST, made._seal.close(FIRST, first))
+    for _ in range(2):
+        made.look()
+    assert made.epoch == first
+    assert [record.levelname for record in caplog.records if "No space left" in record.message] == ["WARNING"]
+    assert json.loads((tmp_path / "state.json").read_text())["latest"] is None
+    monkeypatch.setattr(os, "fsync", fsync)
+    made.look()
+    assert json.loads((tmp_path / "state.json").read_text())["latest"] == made._latest is not None
 
 
 def answered(seat: Seat, reply: Epoch | None) -> None:

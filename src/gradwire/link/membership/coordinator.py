@@ -121,6 +121,7 @@ class Coordinator:
         for store in (self._store, self._client):
             store.set_timeout(ANSWER)
         self._write()
+        self._is_written, self._has_warned = True, False
         self._keys = 0
         # Workers wait for the key of the run, and find all others then: it is the last one.
         self._guard()
@@ -151,7 +152,10 @@ class Coordinator:
         return True
 
     def look(self) -> None:
-        """Write new epochs into the file, and remove what belongs to old ones from the store."""
+        """Write new epochs into the file, and remove what belongs to old ones from the store.
+
+        If the file cannot be written, warn of it once, and try again at the next look: members need the store alone.
+        """
         found = self.epoch
         while True:
             number = 1 if found is None else found.number + 1
@@ -162,10 +166,11 @@ class Coordinator:
             found, self._latest = epoch, value.decode("ascii")
             self._first = self._first or self._latest
         if found is not self.epoch:
-            self.epoch = found
-            self._write()
+            self.epoch, self._is_written = found, False
             if found is not None:
                 self._removed = max(self._removed, found.number - KEPT_EPOCHS)
+        if not self._is_written:
+            self._try_to_write()
         self._guard()
         self._sweep()
 
@@ -233,6 +238,17 @@ class Coordinator:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             return [int(json.loads(value[64:])["number"])]
         return []
+
+    def _try_to_write(self) -> None:
+        try:
+            self._write()
+        except GradwireError as error:
+            if not self._has_warned:
+                told = "%s: started again, the coordinator would not know the latest epoch; it goes on to try"
+                logging.getLogger("gradwire").warning(told, error)
+            self._has_warned = True
+        else:
+            self._is_written, self._has_warned = True, False
 
     def _write(self) -> None:
         if self._path is None:
