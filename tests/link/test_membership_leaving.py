@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from crew import Crew, Worker, crew
 from gradwire.link.membership import epoch_group, passing_link
 from gradwire.link.membership.board import ask_key
 from gradwire.link.membership.records import Request
+from gradwire.link.membership.steps import Serve
 
 pytestmark = pytest.mark.ranks
 
@@ -330,3 +332,37 @@ def test_what_newcomers_take_over_is_told_before_the_link_is_made() -> None:
             membership.carry(after=nn.BatchNorm1d(3))
         with pytest.raises(gw.IncompatibleError, match="sampler: call"):
             gw.ElasticSampler(100, membership, 4)
+
+
+class Seen:
+    """Has a state that cannot be handed over, sooner or later."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> object:
+        """Return it."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: object) -> None:
+        """Forget it."""
+
+
+def test_what_cannot_be_handed_over_is_named_when_the_link_is_made() -> None:
+    with crew() as workers, join(workers) as membership:
+        membership.carry(seen=Seen(np.zeros(3)))
+        with pytest.raises(gw.IncompatibleError, match=r"seen cannot be carried: .* not ndarray"):
+            link_on(membership)
+
+
+def test_a_member_whose_state_can_no_longer_be_handed_over_says_so_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen = Seen(0)
+    with crew() as workers, join(workers) as membership:
+        membership.carry(seen=seen)
+        link: Any = link_on(membership)[0]
+        seen.value = np.zeros(3)
+        with link._lock:
+            link._serve(Serve(0))
+    assert any("state cannot be served" in message and "ndarray" in message for message in caplog.messages)

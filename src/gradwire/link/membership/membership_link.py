@@ -98,6 +98,7 @@ class MembershipLink(WatchingLink):
         """Check what the user asked for; return the digest of what all members must have in common."""
         parameters, method, count, options = self._asked
         self._check_lanes()
+        self._party.check_carried(self.optimizer)
         self.method, self.options = read_method(method), Options.of(options)
         named, reason = named_parameters(parameters), refusal(self.method)
         if self.options.fallback is not None:
@@ -359,6 +360,9 @@ class MembershipLink(WatchingLink):
             self._compare_state()
         except (RankMismatchError, IncompatibleError) as error:
             if epoch.new and not is_new:
+                # It may be this member's own fault, as where it carries what cannot be handed over.
+                told = "epoch %d: a newcomer was not taken in: %s"
+                logging.getLogger("gradwire").warning(told, epoch.number, error)
                 return epoch.new
             if isinstance(error, RankMismatchError) and not is_new and not self._differed:
                 # A program may have been about to change parameters once more after its optimizer's step.

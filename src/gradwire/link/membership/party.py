@@ -17,6 +17,7 @@ from gradwire.link.membership.board import Board
 from gradwire.link.membership.protocol import Seat
 from gradwire.link.membership.quorum import Quorum
 from gradwire.link.membership.records import MOST_NAME, Epoch, Member, new_id
+from gradwire.link.membership.transfer import flattened
 
 HISTORY = "(history)"
 """Name of the history of the members beside the names of carried objects."""
@@ -161,7 +162,8 @@ class Party:
                 tensors, lists, tuples and dicts.
 
         Raises:
-            IncompatibleError: the link has been made, which has told others what is carried.
+            IncompatibleError: the link has been made, which has told others what is carried. Where a state holds
+                something else, making the link raises it.
         """
         if self._link is not None:
             raise IncompatibleError(f"{', '.join(things)}: call carry(), and make samplers, before the link is made")
@@ -170,6 +172,19 @@ class Party:
     def carried_state(self) -> dict[str, Any]:
         """Return the state of all carried objects by name, and the history of the members."""
         return {HISTORY: self.seat.history.state(), **{name: x.state_dict() for name, x in self.carried.items()}}
+
+    def check_carried(self, optimizer: Stateful | None) -> None:
+        """Check that the state of the optimizer, if there is one, and of each carried object can be handed over.
+
+        Raises:
+            IncompatibleError: one holds something that cannot; the message names it.
+        """
+        named = self.carried if optimizer is None else {**self.carried, "the optimizer": optimizer}
+        for name, thing in named.items():
+            try:
+                flattened(thing.state_dict(), [])
+            except IncompatibleError as error:
+                raise IncompatibleError(f"{name} cannot be carried: {error}") from None
 
     def load_carried(self, state: Mapping[str, Any]) -> None:
         """Take over the state of all carried objects.

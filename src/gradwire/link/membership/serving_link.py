@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gradwire.errors import ExchangeError, PayloadError
+from gradwire.errors import ExchangeError, IncompatibleError, PayloadError
 from gradwire.kernels.pieces import warm_up as warm_up_pieces
 from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.passing_link import PassingLink
@@ -93,14 +93,14 @@ class ServingLink(PassingLink):
         self._stop_serving()
         if group is None:
             return
-        snapshot = Snapshot.of(self._state_for_others(), self._own_parts(), copied=True)
         place = epoch.ids().index(self._seat.me.id)
-        if place == 0 and self.optimizer is not None and not self.method.traits.local_steps:
-            seat = self._seat
-            self._log = StepLog(self.optimizer, lambda: seat.rounds, key, snapshot.nbytes)
         try:
+            snapshot = Snapshot.of(self._state_for_others(), self._own_parts(), copied=True)
+            if place == 0 and self.optimizer is not None and not self.method.traits.local_steps:
+                seat = self._seat
+                self._log = StepLog(self.optimizer, lambda: seat.rounds, key, snapshot.nbytes)
             self._server = StateServer(group.store, snapshot, key, self._log)
-        except OSError as error:
+        except (OSError, IncompatibleError) as error:
             logging.getLogger("gradwire").warning("state cannot be served to newcomers: %s", error)
             self._stop_serving()
             return
