@@ -12,8 +12,10 @@ import pytest
 
 import gradwire as gw
 from benchmarks.trials.strangers import HARMS, RARE, WAYS, Siege, attempts, judged, listening, undisturbed, way_of
-from gradwire.link.membership.records import Epoch, Seal
-from gradwire.link.membership.steps import FIRST
+from crew import crew
+from gradwire.link.membership.board import ASKS, Board
+from gradwire.link.membership.records import Epoch, Member, Request, Seal
+from gradwire.link.membership.steps import FIRST, named_key
 
 ROUNDS, ATTEMPTS = 60, 450
 
@@ -82,6 +84,34 @@ def test_a_coordinator_writes_again_what_it_knows_and_removes_what_no_member_wri
         ["run", "removed", "epoch/1", "links/1/a", "links/2/a", "named/0123456789abcdef", "asks", "ask/3",
          "report/1/0123456789abcdef"]
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("written", ["9223372036854775806", "-5", "x", "0"])
+def test_a_newcomer_asks_and_is_found_whatever_a_stranger_has_written(written: str) -> None:
+    early, late = Member("a" * 16, "a"), Member("b" * 16, "b")
+    with crew() as workers:
+        boards = [Board("127.0.0.1", workers.port, workers.secret) for _ in range(4)]
+        looking, strange, *asking = boards
+
+        def are_found(*members: Member) -> bool:
+            for board, member in zip(asking, members):
+                board.ask(Request(member, "f" * 64))
+            # The store ends a connection where it cannot count on.
+            looking.try_again()
+            return {*members} <= {request.member for request in looking.requests()}
+
+        for _ in range(3):
+            looking._do(lambda store: store.add(ASKS, 1))
+        assert not are_found(early)
+        assert are_found(early)
+        strange._do(lambda store: store.set(ASKS, written))
+        strange._do(lambda store: store.set(named_key(early.id), "of a stranger"))
+        end_s = time.monotonic() + 20.0
+        while not are_found(early, late):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        for board in boards:
+            board.close()
 
 
 def test_a_coordinator_is_patient_with_its_store_at_first_and_not_later(monkeypatch: pytest.MonkeyPatch) -> None:

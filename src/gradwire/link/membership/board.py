@@ -308,7 +308,9 @@ class Board:
 
         def write(store: Any) -> None:
             number, id, beat = self._asked
-            found = self._read(store, ask_key(number), Request) if id == request.member.id else None
+            # Nobody reads one beyond the count, or below the first: somebody has set the count, and it was set back.
+            is_read = id == request.member.id and 0 < number <= store.add(ASKS, 0)
+            found = self._read(store, ask_key(number), Request) if is_read else None
             # After the coordinator was started again, the number may be that of another worker.
             if found is None or found.member.id != id:
                 number = store.add(ASKS, 1)
@@ -347,7 +349,7 @@ class Board:
         now_s = time.monotonic()
         for id, (number, request, changed_s) in list(self._waiting.items()):
             found = self._read(store, ask_key(number), Request)
-            if found is None or store.check([named_key(id)]):
+            if found is None or self._read(store, named_key(id), Epoch) is not None:
                 del self._waiting[id]
             elif found.beat != request.beat:
                 self._waiting[id] = (number, found, now_s)

@@ -39,6 +39,9 @@ BACKLOG = 1024
 AHEAD = 8
 """Number of epochs by which members may be ahead of the latest one that the coordinator has found."""
 
+MOST_DIGITS = 18
+"""Digits of the largest number of requests. The store counts up to nineteen."""
+
 KINDS = frozenset({RUN, ASKS, REMOVED, "ask", "invited", "named", "told"})
 """First parts of the keys that are written for a whole run."""
 
@@ -182,6 +185,11 @@ class Coordinator:
         for key, value in {**known, RUN: Seal(self.secret).close(RUN, self._run)}.items():
             if value is not None and self._value(key) != value.encode():
                 self._client.set(key, value)
+
+        asks = self._value(ASKS)
+        if asks is not None and not (len(asks) <= MOST_DIGITS and asks.isdigit()):
+            # The store would add to it beyond its range, or to what is no number.
+            self._client.set(ASKS, "0")
 
     def _value(self, key: str) -> bytes | None:
         return bytes(self._client.get(key)) if self._client.check([key]) else None
