@@ -140,6 +140,22 @@ def test_code_that_cannot_be_read_is_compiled(place: Path, monkeypatch: pytest.M
     assert not storing.refused()
 
 
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("left", [0, 40])
+def test_damaged_files_are_replaced(suffix: str, left: int, place: Path) -> None:
+    """A file that was being written when the machine lost power may be empty or end early."""
+    assert loaded(place, 1).number() == 1
+    [damaged] = (place.parent / "cache").rglob(f"*{suffix}")
+    damaged.write_bytes(damaged.read_bytes()[:left])
+    again = loaded(place, 1)
+    assert again.number() == 1
+    assert not again.number.stats.cache_hits
+    once_more = loaded(place, 1)
+    assert once_more.number() == 1
+    assert once_more.number.stats.cache_hits
+    assert not storing.refused()
+
+
 @pytest.mark.repository
 @pytest.mark.parametrize("way", ["@stored", "@njit(nogil=True, cache=True)"])
 def test_kernels_are_stored_by_kept_alone(way: str) -> None:

@@ -47,13 +47,20 @@ def stored(function: Callable[..., Any]) -> Any:
 
 
 class CodeStore(FunctionCache):
-    """The stored code of a function. Code that cannot be read is compiled; code that cannot be written is used."""
+    """The stored code of a function. Code that cannot be read is compiled; code that cannot be written is used.
+
+    A damaged file, such as one that ends early after a power loss, is replaced by what is compiled.
+    """
 
     def load_overload(self, sig, target_context):
         """Return stored code, or None."""
         try:
             return super().load_overload(sig, target_context)
         except OSError:
+            return None
+        except Exception:  # reading damaged bytes as a pickle may raise anything
+            # What is stored next reads the index again.
+            self._drop_index()
             return None
 
     def save_overload(self, sig, data):
@@ -62,6 +69,9 @@ class CodeStore(FunctionCache):
             super().save_overload(sig, data)
         except OSError as error:
             # Numba writes the index first. It may now name a file that an older version of the function has left.
-            with contextlib.suppress(OSError):
-                Path(self._cache_file._index_path).unlink()
+            self._drop_index()
             _refuse(error)
+
+    def _drop_index(self) -> None:
+        with contextlib.suppress(OSError):
+            Path(self._cache_file._index_path).unlink()
