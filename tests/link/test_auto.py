@@ -13,12 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.exchange.drivers import Meter, Stage
 from gradwire.exchange.planning import Options, Planner
+from gradwire.link.diagnostics import Diagnostics
+from gradwire.link.failures import WarnOnce
 from gradwire.link.selection.autotune import Autotuner
+from gradwire.link.selection.fallback import make_selection
+from gradwire.link.selection.link_cost import CoderSelection
 from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.probing import Probed
 from gradwire.model.profile import ReadyBucket, Timeline
 from gradwire.model.schedule import Load, step_time
+from gradwire.seeds import LinkNumber
 from oracle import layers, square_loss
 from ranks import Ranks
 
@@ -282,6 +287,30 @@ def test_a_choice_is_loaded_by_its_name_whatever_its_place() -> None:
 def test_wrong_lists_are_refused(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(gw.HyperparameterError, match=sentence):
         gw.Auto(**arguments)
+
+
+def chosen_from(method: gw.Auto, world_size: int) -> dict[str, Any]:
+    """Return the record of a choice that has not begun."""
+    parameters = {"w": torch.empty(40, 50)}
+    found = make_selection(
+        method, Options(), parameters, world_size, Diagnostics(), CoderSelection(), LinkNumber(), WarnOnce()
+    ).record()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("residuals", [False, True])
+def test_without_a_coder_for_so_many_ranks_the_other_defaults_are_tried(residuals: bool) -> None:
+    """A digit of TernGrad's sums over up to 127 ranks fits a byte. What the user lists is refused."""
+    defaults = gw.Auto(residuals=residuals)
+    assert "coded" in chosen_from(defaults, 127)["sent_bytes_per_step"]
+    found = chosen_from(defaults, 128)
+    assert {"fp32", "bf16", "terngrad", "drive"} <= found["sent_bytes_per_step"].keys()
+    assert "coded" not in found["sent_bytes_per_step"]
+    assert found["left_out"]["coded"].startswith("not tried: ")
+    assert "sums over 128 workers do not fit" in found["left_out"]["coded"]
+    with pytest.raises(gw.IncompatibleError, match="sums over 128 workers do not fit"):
+        chosen_from(gw.Auto(candidates=("fp32", "coded"), residuals=residuals), 128)
 
 
 FED_BACK = "ErrorFeedback(compressor=TopK(density=0.1))"

@@ -17,6 +17,9 @@ from gradwire.methods.feedback.error_feedback import Delivery
 from gradwire.methods.feedback.optimizers import momentum_of
 from gradwire.methods.spec import method, register
 
+CANDIDATES = ("fp32", "bf16", "terngrad", "coded", "drive")
+"""Candidates if the user lists none."""
+
 WITH_RESIDUALS = ("powersgd", "acp_sgd", "ErrorFeedback(TopK(density=0.01))", "ef_signsgd")
 """Candidates of ``residuals=True``, in order of preference at equal speed: those that lose the least in the tables of
 ``docs/accuracy.md`` first, and last those that were measured without momentum."""
@@ -34,7 +37,8 @@ class Auto(Method):
     Every step of the trial is an ordinary training step with one of the candidates. A candidate is not tried if its
     bytes alone take the link more than 1.5 times as long as a whole step of the candidate with the fewest bytes.
     ``coded`` is TernGrad with an entropy coder, which has the same outcome: it is chosen if the bytes that it saves are
-    worth its time on this machine and this link. ``drive`` has the fewest bytes of all unbiased methods.
+    worth its time on this machine and this link, and left out of the defaults where the link refuses it, as with more
+    than 127 ranks. ``drive`` has the fewest bytes of all unbiased methods.
 
     Methods that keep residuals, such as :class:`ErrorFeedback` and :class:`PowerSGD`, are tried if they are listed, or
     with ``residuals=True``. They send the least and cost accuracy, a few points in some tables: the link's record, its
@@ -68,7 +72,7 @@ class Auto(Method):
         bits_per_element=32.0,
     )
 
-    candidates: tuple[str, ...] = ("fp32", "bf16", "terngrad", "coded", "drive")
+    candidates: tuple[str, ...] = CANDIDATES
     turns: int = 4
     steps: int = 3
     residuals: bool = False
@@ -94,6 +98,12 @@ class Auto(Method):
         """The candidates that ``residuals=True`` adds to the listed ones."""
         listed = {type(method(spec)) for spec in self.candidates}
         return tuple(s for s in WITH_RESIDUALS if type(method(s)) not in listed) if self.residuals else ()
+
+    @property
+    def dispensable(self) -> tuple[str, ...]:
+        """The candidates that are left out, rather than an error raised, where the link refuses them."""
+        # Of the defaults that is "coded": "terngrad" has the same outcome.
+        return (*self.added, *(["coded"] if self.candidates == CANDIDATES else []))
 
     def unsuited(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
         apart = [spec for spec in self.added if without_momentum(spec)]

@@ -237,7 +237,7 @@ def make_selection(
             try:
                 planners[spec] = ready(read_method(spec), options)
             except IncompatibleError as error:
-                if spec not in method.added:
+                if spec not in method.dispensable:
                     raise
                 left_out[spec] = f"not tried: {error}"
         chosen = Autotuner(method, planners, left_out=left_out)
