@@ -85,10 +85,19 @@ def run(plan: BucketPlan, rows: torch.Tensor) -> list[bool | None]:
     return [outcome.finite for outcome in outcomes]
 
 
-@pytest.mark.parametrize("place", [0, 399])
-def test_an_infinity_in_a_plain_sum_is_seen_by_what_remembers(place: int) -> None:
-    """Float32 sums are looked at by nobody else."""
-    plan = plan_for(gw.DIANA(compressor=gw.FP32()), (400, 10))
+@pytest.mark.parametrize("place", [0, 399, 405])
+@pytest.mark.parametrize(
+    "method",
+    [
+        gw.DIANA(compressor=gw.FP32()),
+        gw.EF21(compressor=gw.RandK(density=1.0, rescale=False)),
+        gw.ErrorFeedback(compressor=gw.RandK(density=1.0, values=gw.BF16())),
+    ],
+    ids=repr,
+)
+def test_an_infinity_in_a_plain_sum_is_seen_by_what_remembers(method: Method, place: int) -> None:
+    """Float32 sums are looked at by nobody else. The last ten elements are not compressed."""
+    plan = plan_for(method, (400, 10))
     rows = torch.randn(2, 410, generator=torch.Generator().manual_seed(0))
     assert run(plan, rows.clone()) == [True, True]
     rows[1, place] = torch.inf

@@ -36,9 +36,9 @@ def all_reduce(
     if part is not flat:
         torch._foreach_copy_(runs, list(part.split([r.numel() for r in runs])))
     if original is None:
-        return Outcome()
+        return Outcome(unchecked=runs)
 
-    return Outcome(sent=_add(original, segments))
+    return Outcome(sent=_add(original, segments), unchecked=runs)
 
 
 def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequence[Segment]) -> Exchange[Outcome]:
@@ -67,9 +67,9 @@ def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequ
     total.mul_(1.0 / world)
     torch._foreach_copy_(runs, list(total.split([r.numel() for r in runs])))
     if original is None:
-        return Outcome()
+        return Outcome(unchecked=runs)
 
-    return Outcome(sent=_add(original, segments))
+    return Outcome(sent=_add(original, segments), unchecked=runs)
 
 
 def gathered_values(context: Context, tag: int, values: torch.Tensor) -> Exchange[torch.Tensor]:

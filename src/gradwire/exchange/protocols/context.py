@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,7 +156,9 @@ class Outcome:
         sent: ``sent(out, weight)`` adds ``weight`` times this rank's decoded contribution to ``out``, a vector of the
             flat vector's shape; None unless the context has ``wants_sent``.
         finite: True if every value of the mean is finite; the same on every rank. None if it was not checked.
+        unchecked: The parts of the flat vector with the mean, also of what is not compressed, if it was not checked.
     """
 
     finite: Flag | None = None
     sent: Callable[[torch.Tensor, float], None] | None = None
+    unchecked: Sequence[torch.Tensor] = ()

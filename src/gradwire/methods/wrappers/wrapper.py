@@ -161,9 +161,9 @@ class WrappedPlan(BucketPlan):
         if flat.is_meta:
             return outcome
         if outcome.finite is None:
-            # A plain sum is not checked by the inner plan, and an infinity must not get into the state.
-            parts = (flat[a:b] for a, b in self.runs[context.chunk])
-            outcome = replace(outcome, finite=all_finite(*parts))
+            # A plain sum is not checked by the inner plan, and after an infinity, also in what is not compressed, the
+            # state must not change.
+            outcome = replace(outcome, finite=all_finite(*outcome.unchecked), unchecked=())
         return self.after(context, flat, outcome)
 
 
@@ -239,8 +239,9 @@ class TransformedPlan(BucketPlan):
             s = self._light[i]
             flat[s.offset : s.offset + s.numel] = torch.inf
         told = [own for own in contributions if own is not None]
+        unchecked = [flat] if finite is None else []
         if len(told) < len(contributions):
-            return Outcome(finite)
+            return Outcome(finite, unchecked=unchecked)
 
         def sent(out: torch.Tensor, weight: float) -> None:
             part = torch.zeros(self._numel, dtype=torch.float32, device="cpu")
@@ -248,7 +249,7 @@ class TransformedPlan(BucketPlan):
                 own(part, weight)
             self._back(context.round, part, out, add=True)
 
-        return Outcome(finite, sent)
+        return Outcome(finite, sent, unchecked)
 
     def _back(self, round: int, short: torch.Tensor, flat: torch.Tensor, add: bool) -> None:
         self.scatter(round, short[: self._slots], flat, add)
