@@ -94,6 +94,15 @@ def test_a_plan_that_no_round_uses_any_more_is_dropped() -> None:
     assert made.plan(["even"], 1) is not beside, "it was not when a new layout came"
 
 
+def test_parameters_that_are_compressed_as_one_vector_come_first() -> None:
+    made = planner("QSGDinf(levels=7, blocks='model')", exclude=("even",))
+    names = made.step_order()
+    assert made.plan(names, 0).chunks
+    for wrong in (names[::-1], [*names[-1:], *names[:-1]]):
+        with pytest.raises(ValueError, match="compressed parameters come first"):
+            made.plan(wrong, 0)
+
+
 def test_a_backend_that_computes_nothing_is_refused() -> None:
     made = planner(backend="meta")
     with pytest.raises(gw.HyperparameterError, match="'meta' computes nothing"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -105,6 +106,42 @@ def left_out(limit: int) -> tuple[str, str]:
 def test_a_layer_without_a_gradient_makes_no_difference(three_ranks: Any) -> None:
     found = three_ranks(left_out, NUMEL)
     assert len({d for pair in found for d in pair}) == 1
+
+
+IN_MODEL_ORDER, COMPRESSED_FIRST = "Coded(BF16())", "QSGDinf(levels=7, blocks='model')"
+SIZES = {"w1": 2000, "b1": 100, "w2": 2000, "b2": 100}
+
+
+def after_another(*specs: str) -> list[int]:
+    """Return the checksum of the mean after a round by each of the candidates."""
+    import torch.distributed as dist
+
+    parameters = {name: nn.Parameter(torch.zeros(numel)) for name, numel in SIZES.items()}
+    method = gw.Auto(candidates=(IN_MODEL_ORDER, COMPRESSED_FIRST))
+    link, found = gw.Link(parameters.items(), method, chunk_numel=512), list[int]()
+    for step, spec in enumerate(specs):
+        link._selection.fix(spec, "the test")  # type: ignore[attr-defined]
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        for p in parameters.values():
+            p.grad = torch.randn(p.shape, generator=generator)
+        link.reduce_()
+        found.append(crc32(torch.cat([p.grad for p in parameters.values() if p.grad is not None]).numpy().tobytes()))
+    link.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_candidate_has_a_step_in_its_own_order(three_ranks: Any) -> None:
+    """The first compresses all parameters, in the order of the model; the second the large ones, which come first."""
+    planners = [
+        Planner(gw.method(s), {n: torch.empty(k) for n, k in SIZES.items()}, 3, Options())
+        for s in (IN_MODEL_ORDER, COMPRESSED_FIRST)
+    ]
+    assert [p.step_order() for p in planners] == [["w1", "b1", "w2", "b2"], ["w1", "w2", "b1", "b2"]]
+    assert all(p.joins_buckets for p in planners)
+    usual = three_ranks(joined, 4200, after_another, COMPRESSED_FIRST, COMPRESSED_FIRST)
+    changed = three_ranks(joined, 4200, after_another, IN_MODEL_ORDER, COMPRESSED_FIRST)
+    assert len({bits[1] for bits in (*usual, *changed)}) == 1
 
 
 def test_a_step_counts_the_delays_of_one_bucket() -> None:

@@ -66,9 +66,15 @@ def divide(segments: Iterable[Segment]) -> tuple[list[Segment], list[Segment]]:
 
 
 def join_compressed(segments: Sequence[Segment]) -> list[Segment]:
-    """Join all compressed segments to one, of a parameter named "(model)", and place it at the start."""
+    """Join all compressed segments, which come first, to one, of a parameter named "(model)".
+
+    Raises:
+        ValueError: they are not the first ones of the vector.
+    """
     light, dense = [s for s in segments if not s.dense], [s for s in segments if s.dense]
     numel = sum(s.numel for s in light)
+    if light and light[-1].offset + light[-1].numel != numel:
+        raise ValueError("the order of the vector is wrong: compressed parameters come first if they are joined")
     return [Segment(Parameter("(model)", (numel,), (1,)), 0, 0, numel), *dense] if light else dense
 
 

@@ -28,13 +28,13 @@ class StepBuffer:
     """Joins the buckets of a step, and returns their parts of the outcome.
 
     Args:
-        order: Names of all parameters, in the order of the step's vector.
+        order: Names of all parameters, in the order of the step's vector, which is that of one planner.
         parameters: Parameters by name.
         device: Device of the buckets.
     """
 
     def __init__(self, order: Sequence[str], parameters: Mapping[str, Parameter], device: Device) -> None:
-        self._device, self._order, self._parameters = device, list(order), parameters
+        self._device, self.order, self._parameters = device, list(order), parameters
         self._place: dict[str, tuple[int, int]] = {}
         self._buckets: list[tuple[Sequence[str], torch.Tensor, Mean]] = []
         self._vector: torch.Tensor | None = None
@@ -58,13 +58,13 @@ class StepBuffer:
             IncompatibleError: the step left out a parameter that is needed.
         """
         here = {name for names, _, _ in self._buckets for name in names}
-        missing = set(self._order) - here
+        missing = set(self.order) - here
         if missing and needs_all:
             raise IncompatibleError(
                 f"this step has no gradient for {sorted(missing)[0]!r}, and the method needs the whole step: use a "
                 "method that goes bucket by bucket, or freeze the parameter before attaching"
             )
-        names = [name for name in self._order if name in here] if missing else self._order
+        names = [name for name in self.order if name in here] if missing else self.order
         self._lay_out(names)
         if self._vector is None:
             numel = sum(p.numel for p in self._parameters.values())
