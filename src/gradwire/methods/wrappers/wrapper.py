@@ -163,7 +163,8 @@ class WrappedPlan(BucketPlan):
         if outcome.finite is None:
             # A plain sum is not checked by the inner plan, and after an infinity, also in what is not compressed, the
             # state must not change.
-            outcome = replace(outcome, finite=all_finite(*outcome.unchecked), unchecked=())
+            parts = outcome.unchecked or [flat[a:b] for a, b in self.runs[context.chunk]]
+            outcome = replace(outcome, finite=all_finite(*parts), unchecked=())
         return self.after(context, flat, outcome)
 
 
