@@ -10,7 +10,7 @@ import torch
 
 from gradwire.exchange.method import Properties, is_whole, require
 from gradwire.exchange.ops import Exchange
-from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import divide
 from gradwire.exchange.traits import Traits
@@ -218,9 +218,13 @@ class _TrainingPlan(PhasedPlan):
             return found
         return 2 if _trained_on(context) >= self._rounds else 1
 
-    def finish(self, context: Context) -> Exchange[None]:
-        if self.phase(context) == 1:
+    def run(self, context: Context, flat: torch.Tensor, prepared: Any) -> Exchange[Outcome]:
+        outcome = yield from super().run(context, flat, prepared)
+        if not flat.is_meta and self.phase(context) == 1:
             context.memory.stage_value(ROUNDS, torch.tensor(_trained_on(context) + 1, device="cpu"))
+        return outcome
+
+    def finish(self, context: Context) -> Exchange[None]:
         for vectors, innovation in context.parts.take():
             each = torch.stack([self._scales.of(row) for row in vectors])
             # Codes that are added up share a scale; each of the others has its worker's.
