@@ -121,9 +121,9 @@ def test_levels_of_a_histogram_are_stationary_and_of_a_uniform_one_even(count: i
 
 
 def test_levels_are_even_where_nothing_was_counted() -> None:
-    """Gradients of zeros: the next rounds are served by any levels but those at one end."""
-    for found in (best_levels(Histogram(bin_edges(), torch.zeros(BINS)), 8), levels_of(torch.zeros(2, 1000))):
-        assert found == pytest.approx([-1 + 2 * j / 7 for j in range(8)], abs=0.05)
+    """Any levels serve, but those at one end."""
+    found = best_levels(Histogram(bin_edges(), torch.zeros(BINS)), 8)
+    assert found == pytest.approx([-1 + 2 * j / 7 for j in range(8)], abs=0.05)
 
 
 def levels_of(g: torch.Tensor, **options: object) -> list[float]:
