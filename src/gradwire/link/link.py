@@ -329,9 +329,8 @@ class Link(LinkState, LocalStepsUser):
         needed = planner.method.traits.whole_step
         if not needed and (self._unit_by_unit or (index == 0 and last) or not planner.joins_buckets):
             return None
-        order = planner.step_order()
-        if self._step is None or self._step.order != order:
-            self._step = StepBuffer(order, planner.parameters, self._runtime.device)
+        if self._step is None or (index == 0 and self._step.order != planner.step_order()):
+            self._step = StepBuffer(planner.step_order(), planner.parameters, self._runtime.device)
         future = self._step.add(index, names, flat)
         if last:
             whole = self._start(round, 0, *self._step.joined(needs_all=needed), last=True)
