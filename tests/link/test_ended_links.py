@@ -12,6 +12,7 @@ import torch
 import gradwire as gw
 from gradwire.link.found_optimizers import on_updates
 from gradwire.link.link_runtime import close_link
+from log_texts import LogTexts
 from ranks import Ranks
 
 
@@ -61,17 +62,6 @@ def test_a_link_that_replaces_another_on_its_scaler_exchanges(three_ranks: Ranks
     assert three_ranks(rebound) == [([2, 2, 2], False)] * 3
 
 
-class Told(logging.Handler):
-    """Keeps what the logger "gradwire" says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def dropped(fate: str) -> list[list[str]]:
     """Drop a link that counts an optimizer's steps; return what each of three steps after that says."""
     parameter = torch.nn.Parameter(torch.zeros(40))
@@ -85,7 +75,7 @@ def dropped(fate: str) -> list[list[str]]:
     del link
     gc.collect()
     other = gw.Link([("w", parameter)], "LocalSGD(every=1)", **options) if fate == "replaced" else None
-    told, found = Told(), []
+    told, found = LogTexts(), []
     logging.getLogger("gradwire").addHandler(told)
     for _ in range(3):
         optimizer.step()

@@ -19,6 +19,7 @@ from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.link.diagnostics import EARLY, Diagnostics
 from gradwire.link.selection.autotune import FixedSelection
 from gradwire.link.selection.fallback import Fallback
+from log_texts import LogTexts
 from ranks import Ranks
 
 NUMEL = 4096
@@ -293,7 +294,7 @@ def test_below_the_limit_nothing_changes(three_ranks: Ranks) -> None:
 def train(method: str, bad_from: int, rounds: int) -> dict[str, Any]:
     """Exchange one-hot gradients, which are sent as they are, and on rank 1 a constant from a round on."""
     parameter = torch.nn.Parameter(torch.zeros(NUMEL))
-    said = Said()
+    said = LogTexts()
     logging.getLogger("gradwire").addHandler(said)
 
     def link() -> gw.Link:
@@ -325,17 +326,6 @@ def train(method: str, bad_from: int, rounds: int) -> dict[str, Any]:
     used.close()
     fresh.close()
     return found
-
-
-class Said(logging.Handler):
-    """Keeps what was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 @pytest.mark.ranks
@@ -481,7 +471,7 @@ def test_a_link_without_a_fallback_says_that_it_takes_up_a_method_again(three_ra
 
 def taken_up_again() -> list[str]:
     parameter = torch.nn.Parameter(torch.zeros(NUMEL))
-    said = Said()
+    said = LogTexts()
     fallen = gw.Link([("w", parameter)], "terngrad", fallback="fp32", fallback_limit=0.1)
     for _ in range(3):
         parameter.grad = torch.randn(NUMEL)

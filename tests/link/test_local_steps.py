@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from log_texts import LogTexts
 from ranks import Ranks, fresh_ranks
 
 COUNT = 3
@@ -341,20 +342,9 @@ def test_a_step_that_one_scaler_skips_counts_on_all_ranks(three_ranks: Ranks) ->
         assert torch.equal(found[0][1][step], found[1][1][step]) == alike
 
 
-class Told(logging.Handler):
-    """Keeps what the logger "gradwire" says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def spoilt(kind: type[torch.optim.Optimizer], spec: str) -> dict[str, Any]:
     """Train with some losses on rank 1 that are not numbers; return what the link counted and said, and its error."""
-    rank, told = torch.distributed.get_rank(), Told()
+    rank, told = torch.distributed.get_rank(), LogTexts()
     logging.getLogger("gradwire").addHandler(told)
     module = DistributedDataParallel(built())
     optimizer = kind(module.parameters(), lr=0.01)  # type: ignore[call-arg]

@@ -12,6 +12,7 @@ import torch
 import gradwire as gw
 from gradwire.link import site as open_links
 from gradwire.seeds import LinkNumber, link_seed
+from log_texts import LogTexts
 
 SIZE, WORKERS = 800, 3
 
@@ -98,7 +99,7 @@ def attach_beside_what_one_rank_still_holds() -> int:
 def load_a_number_in_use(early: bool) -> list[str]:
     """Load the state of an open link into another, before its first round or later; return what that says."""
     first, second = attach(), attach()
-    told = Told()
+    told = LogTexts()
     if not early:
         go(*second)
     second[1].load_state_dict(first[1].state_dict())
@@ -108,17 +109,6 @@ def load_a_number_in_use(early: bool) -> list[str]:
     for _, link in (first, second):
         link.close()
     return told.texts
-
-
-class Told(logging.Handler):
-    """Keeps what the logger "gradwire" says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 @pytest.mark.ranks

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import gradwire as gw
 from gradwire.kernels.compiling import compile_time, compiling
 from gradwire.link.failures import LONG_S, WarnOnce
+from log_texts import LogTexts
 from module_files import load_module
 from ranks import Ranks
 
@@ -53,18 +54,9 @@ def test_what_is_loaded_from_the_cache_takes_no_compile_time(tmp_path: Path, mon
     assert spent.seconds > 0
 
 
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def hybrid() -> list[str]:
     """Attach to a module with two replicas of two shards, so that two groups of ranks have a link each."""
-    said = Said()
+    said = LogTexts()
     logging.getLogger("gradwire").addHandler(said)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     module = nn.Linear(100, 100)
