@@ -5,8 +5,8 @@ Every random word of the package is one output of Philox4x32-7 (Salmon et al., "
 
     (block, round mod 2^32, round div 2^32, stream)
 
-``block`` counts within the parameter. ``stream`` is the rank, or one of the two constants below. No global generator is
-used or seeded, so any rank, backend or machine can repeat any draw.
+``block`` counts within the parameter. ``stream`` is the rank, one of the two constants below, or that of a merge. No
+global generator is used or seeded, so any rank, backend or machine can repeat any draw.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ SHARED = 0xFFFFFFFF
 
 OWNER = 0xFFFFFFFE
 """Stream of draws by the owner of a shard, whichever rank that is."""
+
+
+def merge_stream(number: int) -> int:
+    """Return the stream of draws by the ranks that do a merge of a tree, by its number from 1 on.
+
+    Example:
+        >>> merge_stream(1) == OWNER, merge_stream(2) == OWNER - 1
+        (True, True)
+    """
+    return OWNER + 1 - number
 
 
 @dataclass

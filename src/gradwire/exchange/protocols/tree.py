@@ -24,7 +24,7 @@ from gradwire.exchange.protocols.payloads import (
 )
 from gradwire.exchange.protocols.shares import Share, send_shares, tell_shares
 from gradwire.exchange.wire import EVERYONE
-from gradwire.seeds import OWNER
+from gradwire.seeds import OWNER, merge_stream
 
 
 def two_shot_merged(context: Context, tag: int, shares: Sequence[Share], flat: torch.Tensor) -> Exchange[Outcome]:
@@ -74,12 +74,15 @@ class Meeting:
         to, source: Ranks; None for no peer.
         merges: True if the payload received is merged with this rank's, False if it replaces it.
         keeps: True if this rank, of all that do the same merge, keeps the part that it leaves out.
+        number: Number of the merge, the same for all ranks that do it and of no other merge: 1 for the last one; the
+            two whose results merge n takes are 2n and 2n + 1.
     """
 
     to: int | None = None
     source: int | None = None
     merges: bool = False
     keeps: bool = False
+    number: int = 1
 
 
 def meetings(rank: int, world_size: int) -> Iterator[Meeting]:
@@ -100,11 +103,14 @@ def meetings(rank: int, world_size: int) -> Iterator[Meeting]:
         if rank >= power:
             yield Meeting(to=twin)
         else:
-            yield Meeting(source=twin, merges=True, keeps=True) if has_twin else Meeting()
+            merge = Meeting(source=twin, merges=True, keeps=True, number=power + rank)
+            yield merge if has_twin else Meeting()
     half = 1
     while half < power:
         other = rank ^ half
-        yield Meeting(other, other, merges=True, keeps=rank % (2 * half) == 0) if rank < power else Meeting()
+        number = (power + rank) // (2 * half)
+        merge = Meeting(other, other, merges=True, keeps=rank % (2 * half) == 0, number=number)
+        yield merge if rank < power else Meeting()
         half *= 2
     if power < world_size:
         if rank >= power:
@@ -130,7 +136,7 @@ def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Te
     own = encode(context, sections, flat, [c.units for c in codecs], draw_of(context))
     sections = remember(context, sections, flat)
     have, left_out = own, list[LeftOut]()
-    rounds, draw = list(meetings(rank, world)), replace(draw_of(context), stream=OWNER, gauge=unread)
+    rounds, draw = list(meetings(rank, world)), replace(draw_of(context), gauge=unread)
     for number, meeting in enumerate(rounds):
         head = header(context, layout, tag, context.exchange + number)
         send = space.get("up", 1, layout.row_bytes)
@@ -150,8 +156,10 @@ def tree(context: Context, tag: int, sections: Sequence[Section], flat: torch.Te
             continue
         low, high = (have, came) if rank < meeting.source else (came, have)
         have = [space.get(f"merged {number % 2} {i}", len(body)) for i, body in enumerate(own)]
+        # With the same random numbers, the errors of merges would add up instead of averaging out.
+        draws = replace(draw, stream=merge_stream(meeting.number))
         for codec, a, b, out in zip(codecs, low, high, have):
-            rest = codec.merge([a, b], draw, out)
+            rest = codec.merge([a, b], draws, out)
             if rest is not None and meeting.keeps:
                 left_out.append(rest)
     for section, body in zip(sections, have):
