@@ -18,6 +18,7 @@ from gradwire.exchange.drivers import Lane
 from gradwire.exchange.drivers.tables import all_gather_tables, broadcast_table, decode, encode
 from gradwire.exchange.drivers.transports import GlooTransport
 from gradwire.exchange.drivers.transports.notes import KEYED_BYTES, Notes
+from gradwire.exchange.drivers.transports.receives import Receives
 from gradwire.exchange.drivers.transports.ring import ring_shares
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Exchange, Op, Reduce, SendRecv
 from ranks import Ranks
@@ -171,6 +172,7 @@ def refused(kind: str) -> list[str]:
         between = Between(transport._backend, kind)
         if rank == 1:
             transport._backend = between
+            transport._receives = Receives(between, n)
         ended = "taken"
         for round in range(2):
             between.acts = round == 1

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.exchange.drivers.transports import GlooTransport
-from gradwire.exchange.drivers.transports.receives import RECURS, Receives
+from gradwire.exchange.drivers.transports.receives import LOOKS, MISSES, RECURS, Receives
 from gradwire.exchange.ops import AllGather, AllToAll, Op, Reduce, SendRecv
 
 N, LARGE = 3, 1 << 16
@@ -179,7 +179,8 @@ def test_a_message_that_recurs_is_requested_when_the_one_before_has_been_read() 
     for _ in range(RECURS + 1):
         slot = receives.slot("job", 9, "rows")
         rows = slot.post([2, 1], room)
-        slot.wait()
+        for source in (2, 1):
+            slot.arrival(source).wait()
         posted.append(len(backend.posted))
         receives.end_job()
     assert posted == [2 * (n + 1) for n in range(RECURS)] + [2 * RECURS + 2]
@@ -196,11 +197,66 @@ def test_only_what_recurs_is_requested_and_kept() -> None:
     for place in (None, None, None, "once"):
         slot = receives.slot(place, 9, "rows")
         assert slot.post([1], room) is room
-        slot.wait()
+        slot.arrival(1).wait()
         receives.end_job()
     assert len(backend.posted) == 4
     other = receives.slot("once", 9, "lengths")
     assert len({slot.tag, other.tag, receives.slot("once", 8, "rows").tag}) == 3
+
+
+def test_rows_of_messages_that_no_longer_come_are_given_back(transports: list[GlooTransport]) -> None:
+    """As of a warm-up, and of messages to one rank; those that come seldom are kept, and replies do not change."""
+    first, seldom, later, often = to_all(LARGE, False), to_another(200, True), to_all(300, True), 40
+
+    def rows_of(transport: GlooTransport) -> set[int]:
+        assert transport._receives is not None
+        return {slot._shape[1] for slot in transport._receives._slots.values() if slot._rows is not None}
+
+    def body(rank: int, transport: GlooTransport) -> list[set[int]]:
+        held = []
+
+        def job(make: Make, number: int, name: str) -> None:
+            op = make(rank, number)
+            found = read(op, transport.execute(op, nullcontext, name))
+            again = make(rank, number)
+            assert found == read(again, transport.execute(again, nullcontext, None))
+            transport.end_job()
+            held.append(rows_of(transport))
+
+        for number in range(5):
+            job(first, number, "first")
+        for number in range(2 * LOOKS):
+            job(later, number, "later")
+            if number % often == 0:
+                job(seldom, number, "seldom")
+        # What has been given up comes again: after another while it is requested early again.
+        for number in range(5):
+            job(first, number, "first")
+        return held
+
+    found = run(transports, body)
+    assert found[0] == found[1] == found[2]
+    assert all(LARGE in held for held in found[0][RECURS - 1 : LOOKS - 1])
+    assert [LARGE in held for held in found[0][-5:]] == [False, *[True] * 4]
+    assert LARGE not in found[0][2 * LOOKS]
+    assert 200 in found[0][-1]
+    assert often * MISSES > LOOKS
+
+
+def test_a_rank_that_waits_for_a_message_says_for_which(transports: list[GlooTransport]) -> None:
+    """By it :meth:`Lane.abort` knows a wait that does not end."""
+    begun = threading.Event()
+
+    def body(rank: int, transport: GlooTransport) -> object:
+        if rank == 0:
+            while transports[1].awaited is None or transports[2].awaited is None:
+                time.sleep(0.01)
+            begun.set()
+        transport.execute(to_all(100, False)(rank, 0), nullcontext, "job")
+        return transport.awaited
+
+    assert run(transports, body) == [None] * N
+    assert begun.is_set()
 
 
 def test_connections_end_though_receives_are_pending(transports: list[GlooTransport]) -> None:

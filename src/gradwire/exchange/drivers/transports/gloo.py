@@ -178,7 +178,8 @@ class GlooTransport(Transport):
     def end_job(self) -> None:
         self._operations = 0
         if self._receives is not None:
-            self._receives.end_job()
+            for work in self._receives.end_job():
+                self._wait_for(work)
 
     def _gather(self, send: torch.Tensor, recv: torch.Tensor, job: str | None) -> torch.Tensor:
         return self.execute(AllGather(send, recv), nullcontext, job)
@@ -216,9 +217,9 @@ class GlooTransport(Transport):
         with turn() if in_turn else nullcontext():
             for to in others:
                 row = leaving[to] if op.lengths is None else leaving[to][: int(op.lengths[to])]
-                work = self._send(row, to, slot.tag)
+                work = slot.send(row, to)
                 if told is not None:
-                    sent.append(self._send(self._notes.seal(notes[to], row, to, slot.tag), to, told.tag))
+                    sent.append(told.send(self._notes.seal(notes[to], row, to, slot.tag), to))
                 if in_turn:
                     self._wait_for(work)
                 else:
@@ -254,12 +255,12 @@ class GlooTransport(Transport):
         for source in sources:
             # A length that is wrong is told at once, where the row may never come.
             if told is not None:
-                told.wait_for(source)
+                self._wait_for(told.arrival(source))
             size = rows.shape[-1]
             if arrived is not None:
                 size = self._notes.length(notes[source], size, source)
                 arrived[source] = size
-            slot.wait_for(source)
+            self._wait_for(slot.arrival(source))
             self._notes.check(notes[source], rows[source][:size], source, slot.tag)
 
     def _swap(self, op: SendRecv, turn: Turn, job: str | None) -> torch.Tensor:
@@ -275,10 +276,10 @@ class GlooTransport(Transport):
             _pass_by(turn)
         sent = []
         if op.to is not None:
-            sent.append(self._send(row, op.to, slot.tag))
+            sent.append(slot.send(row, op.to))
             if told is not None:
                 note = self._notes.begin(op.lengths, 1)[0]
-                sent.append(self._send(self._notes.seal(note, row, op.to, slot.tag), op.to, told.tag))
+                sent.append(told.send(self._notes.seal(note, row, op.to, slot.tag), op.to))
         arrived = torch.zeros(self.world_size, dtype=torch.int64, device="cpu") if varies else None
         self._come(slot, reply, told, came, sources, arrived)
         if op.source is not None and op.arrived is not None and arrived is not None:
@@ -297,11 +298,8 @@ class GlooTransport(Transport):
             raise RuntimeError("these connections were closed")
         return self._receives.slot(place, size, kind)
 
-    def _send(self, row: torch.Tensor, to: int, tag: int) -> Any:
-        return self._backend.send([row], to, tag)
-
     def _wait_for(self, pending: Any) -> None:
-        """Wait for an operation of Gloo, or for a slot's messages."""
+        """Wait for an operation of Gloo."""
         self.awaited = pending
         pending.wait()
         self.awaited = None

@@ -4,6 +4,10 @@ Gloo sends a message when its receiver's request has arrived. Where both sides b
 message so takes two one-way delays of the network: the request's and its own. Jobs recur in every round, with messages
 of the same sizes at the same places, so that the request for the next round's message can leave as soon as this round's
 has been read, and be there long before the sender begins: one delay.
+
+A posted receive holds its rows and cannot be taken back. Rounds change, though: after a warm-up, with another candidate
+of ``auto``, when DDP arranges its buckets anew. So the senders end the receives of messages that have not come for a
+while, each with a message of one byte that nobody reads.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ MOST_TAGS = 1 << 31
 """Number of tags of Gloo, which are 32-bit integers that are not negative; the last one is never sent."""
 
 RECURS = 2
-"""Number of times that a message must have come before its next receive is posted early.
+"""Number of times that a message must have come before its next receive is posted early."""
 
-The layout of a first round, before DDP has arranged its buckets, does not recur; it would hold its buffers for ever,
-since a posted receive cannot be taken back.
-"""
+LOOKS = 64
+"""Number of jobs between two looks for slots that are no longer used."""
+
+MISSES = 8
+"""A slot is given up if it is not used for this many times the jobs between its last two uses."""
 
 
 class Receives:
@@ -39,6 +45,8 @@ class Receives:
         self._slots: dict[tuple[Hashable, str, int], Slot] = {}
         self._tags: set[int] = set()
         self._used: list[Slot] = []
+        self._given_up: list[Slot] = []
+        self._jobs = 0
 
     def slot(self, place: Hashable, size: int, kind: str) -> Slot:
         """Return the slot of a kind of messages of at most ``size`` bytes at a place; None: of all that do not recur.
@@ -58,11 +66,29 @@ class Receives:
             self._used.append(slot)
         return slot
 
-    def end_job(self) -> None:
-        """Post the next receives of the slots that were used; call it when their messages have been read."""
+    def end_job(self) -> list[Any]:
+        """Post the next receives of the slots that were used; call it when their messages have been read.
+
+        Every rank must call it after the same jobs, whether they had operations here or not: it is by their number that
+        ranks agree on the slots to give up.
+
+        Returns:
+            Operations to wait for before the next job.
+        """
+        self._jobs += 1
         used, self._used = self._used, []
         for slot in used:
-            slot.post_next()
+            slot.post_next(self._jobs)
+        # Their rows must stay until the operations have ended, which is before the next call.
+        self._given_up = [] if self._jobs % LOOKS else self._take_unused()
+        return [work for slot in self._given_up for work in slot.give_up()]
+
+    def _take_unused(self) -> list[Slot]:
+        unused = {key: slot for key, slot in self._slots.items() if key[0] is not None and slot.unused(self._jobs)}
+        for key, slot in unused.items():
+            del self._slots[key]
+            self._tags.discard(slot.tag)
+        return list(unused.values())
 
 
 class Slot:
@@ -78,7 +104,9 @@ class Slot:
         self._rows: torch.Tensor | None = None
         self._works: dict[int, Any] = {}
         self._came: Counter[int] = Counter()
+        self._left: Counter[int] = Counter()
         self._now: list[int] = []
+        self._job, self._interval = 0, 0
 
     def post(self, sources: Iterable[int], room: torch.Tensor) -> torch.Tensor:
         """Post the receives of messages from some ranks, unless they have been; return the rows that they fill.
@@ -104,19 +132,38 @@ class Slot:
             self._rows = torch.empty(self._shape, dtype=torch.uint8, device="cpu")
         return self._rows
 
-    def wait(self) -> None:
-        """Wait for the messages."""
-        for source in self._now:
-            self.wait_for(source)
+    def send(self, row: torch.Tensor, to: int) -> Any:
+        """Send a message to a rank, for its slot of this place; return the operation."""
+        self._left[to] += 1
+        return self._backend.send([row], to, self.tag)
 
-    def wait_for(self, source: int) -> None:
-        """Wait for the message of one of the ranks."""
-        self._works.pop(source).wait()
+    def arrival(self, source: int) -> Any:
+        """Return the operation that ends when the message of one of the ranks has come; call it once a message."""
+        return self._works.pop(source)
 
-    def post_next(self) -> None:
-        """Post the receives of the next messages from the same ranks, into rows of this slot."""
+    def post_next(self, job: int) -> None:
+        """Post the receives of the next messages from the same ranks, into rows of this slot.
+
+        Args:
+            job: Number of the job that has ended.
+        """
+        self._job, self._interval = job, job - (self._job or job)
         self._came.update(self._now)
         sources = [source for source in self._now if self._came[source] >= RECURS and source not in self._works]
         self._now = []
         if sources:
             self._request(sources, self._own_rows())
+
+    def unused(self, job: int) -> bool:
+        """Return True if no job up to this one has used this slot for a long time, by its own measure."""
+        return job - self._job >= max(LOOKS, MISSES * self._interval)
+
+    def give_up(self) -> list[Any]:
+        """End the receives that are posted here and at other ranks, with one byte each; return the operations.
+
+        A rank has posted one for the next message of every rank that has sent it at least :data:`RECURS`.
+        """
+        octet = torch.zeros(min(1, self._shape[1]), dtype=torch.uint8, device="cpu")
+        told = [self.send(octet, to) for to, messages in self._left.items() if messages >= RECURS]
+        came, self._works = list(self._works.values()), {}
+        return [*told, *came]
