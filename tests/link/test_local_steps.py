@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import os
 from typing import Any
 
@@ -378,6 +379,46 @@ def test_an_optimizer_that_spoils_all_steps_breaks_the_link_on_all_ranks(three_r
     for one in three_ranks(spoilt, torch.optim.AdamW, "DiLoCo(every=2)"):
         assert "before 3 exchanges in a row a parameter was not finite on some rank" in one["error"]
         assert (one["skipped"], one["round"]) == (3, 4)
+
+
+def averaged_statistics() -> list[float]:
+    """Average buffers of which rank 1 has one value that is not finite, and all ranks another."""
+    rank = torch.distributed.get_rank()
+    module = DistributedDataParallel(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    link = gw.attach(module, "LocalSGD(every=1)", min_numel=0, optimizer=optimizer)
+    mean = module.module[1].running_mean
+    with torch.no_grad():
+        mean.copy_(torch.tensor([rank, rank, torch.nan, 0.0]))
+        if rank == 1:
+            mean[1] = torch.inf
+    optimizer.step()
+    link.close()
+    return mean.tolist()
+
+
+def test_a_statistic_that_is_not_finite_on_a_rank_does_not_reach_the_others(three_ranks: Ranks) -> None:
+    for of_rank in three_ranks(averaged_statistics):
+        assert [*of_rank[:2], of_rank[3]] == [1.0, 1.0, 0.0]
+        assert math.isnan(of_rank[2])
+
+
+def test_simulated_local_steps_count_what_they_discard_and_give_up_after_three_in_a_row() -> None:
+    workers = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    steps = gw.SimulatedLocalSteps([[("x", x)] for x in workers], "LocalSGD(every=1)", min_numel=0)
+    steps.buffers = [[torch.tensor([1.0, 1.0])], [torch.tensor([3.0, torch.nan])]]
+
+    def step(value: float) -> None:
+        with torch.no_grad():
+            workers[1].add_(value)
+        steps.after_step()
+
+    for value in (torch.nan, torch.nan, 1.0, torch.nan, torch.nan):
+        step(value)
+    assert [buffer.tolist() for (buffer,) in steps.buffers] == [[2.0, 1.0]] * 2
+    assert steps.link.skipped_rounds == 4
+    with pytest.raises(gw.ExchangeError, match="before 3 exchanges in a row"):
+        step(torch.nan)
 
 
 def by_hand() -> tuple[torch.Tensor, list[str]]:

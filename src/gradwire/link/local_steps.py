@@ -17,7 +17,7 @@ from gradwire.exchange.segments import flat_view
 from gradwire.link.global_parameters import GlobalParameters, State, mean_over_ranks, parameters_of
 from gradwire.link.handshake import digest
 from gradwire.link.link_runtime import LinkRuntime
-from gradwire.link.parameters import put, swapped
+from gradwire.link.parameters import mean_of_finite, put, swapped
 from gradwire.link.round import Mean, Round, as_it_is
 from gradwire.link.selection.control_channel import ControlChannel
 from gradwire.link.step_counts import StepCount, on_steps
@@ -27,6 +27,12 @@ Started = list[tuple[Sequence[str], Mean]]
 
 MOST_DISCARDED = 3
 """Number of exchanges in a row with means that are not finite at which a link gives up."""
+
+GIVES_UP = (
+    f"before {MOST_DISCARDED} exchanges in a row a parameter was not finite on some rank, and all steps since the one "
+    "before them are lost: load a checkpoint on all ranks, with the optimizer's state, which probably holds values "
+    "that are not finite on a rank that warned of its parameters"
+)
 
 
 class Exchanger(Protocol):
@@ -287,12 +293,7 @@ class LocalSteps:
                 "optimizer; to skip a step, look at gradients before optimizer.step()",
             )
         if self._discarded == MOST_DISCARDED:
-            error = ExchangeError(
-                f"before {MOST_DISCARDED} exchanges in a row a parameter was not finite on some rank, and all steps "
-                "since the one before them are lost: load a checkpoint on all ranks, with the optimizer's state, which "
-                "probably holds values that are not finite on a rank that warned of its parameters"
-            )
-            raise runtime.failures.record(error, f"the outcome of exchange {runtime.round}")
+            raise runtime.failures.record(ExchangeError(GIVES_UP), f"the outcome of exchange {runtime.round}")
 
     def waited(self) -> list[tuple[Sequence[str], torch.Tensor]]:
         """Wait for the exchange in flight, if there is one, and return its means."""
@@ -337,7 +338,7 @@ class LocalSteps:
         return [found[name] for name in self._named]
 
     def _mean_buffers(self) -> list[torch.Tensor]:
-        """Return the mean over ranks of each buffer, by a gather of the few values of those that differ."""
+        """Return the mean over ranks of each buffer's finite values, by a gather of the few that differ."""
         found = [flat_view(b.detach()) for b in self.buffers]
         if not found:
             return []
@@ -346,7 +347,8 @@ class LocalSteps:
         apart = [i for i, of_ranks in enumerate(zip(*digests)) if len(set(of_ranks)) > 1]
         if apart:
             own = torch.cat([found[i].to(torch.float32) for i in apart])
-            mean = torch.tensor(self._channel.gather(own.tolist()), dtype=torch.float64, device="cpu").mean(0)
+            rows = torch.tensor(self._channel.gather(own.tolist()), dtype=torch.float64, device="cpu")
+            mean = mean_of_finite(rows)
             for i, part in zip(apart, mean.split([found[i].numel() for i in apart])):
                 found[i] = part
         return found

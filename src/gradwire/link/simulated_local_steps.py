@@ -16,7 +16,8 @@ from gradwire.exchange.planning import FragmentClock, Options, exchanged
 from gradwire.exchange.protocols import Context
 from gradwire.exchange.segments import flat_view
 from gradwire.link.global_parameters import GlobalParameters, mean_over_ranks, parameters_of
-from gradwire.link.parameters import named_parameters, swapped
+from gradwire.link.local_steps import GIVES_UP, MOST_DISCARDED
+from gradwire.link.parameters import mean_of_finite, named_parameters, swapped
 from gradwire.link.simulate import SimulatedLink
 from gradwire.methods.spec import method as read_method
 
@@ -39,7 +40,8 @@ class SimulatedLocalSteps:
     Raises:
         IncompatibleError: the method exchanges gradients, or would in its first rounds (``warmup_steps``), or workers
             begin with different parameters and the method is not gossip.
-        ExchangeError: a parameter of a worker is not finite in an exchange by gossip.
+        ExchangeError: a parameter of a worker is not finite in an exchange by gossip, or the means of three exchanges
+            in a row are not.
 
     Example:
         >>> import torch, gradwire as gw
@@ -74,7 +76,8 @@ class SimulatedLocalSteps:
         self.buffers: list[list[torch.Tensor]] = []
         self._names = list(self._workers[0].pieces)
         self._flying: tuple[Sequence[str], list[torch.Tensor]] | None = None
-        self._elements = 0
+        self._elements = self._discarded = 0
+        self._is_counted = False
 
     @property
     def global_parameters(self) -> dict[str, torch.Tensor]:
@@ -120,7 +123,7 @@ class SimulatedLocalSteps:
         first = self._workers[0]
         if isinstance(first, GlobalParameters):
             return first.swapped()
-        buffers = [torch.stack([b.to(torch.float64) for b in same]).mean(0) for same in zip(*self.buffers)]
+        buffers = [_mean_buffer(same).view_as(same[0]) for same in zip(*self.buffers)]
         tensors = [*first.pieces.values(), *(self.buffers[0] if self.buffers else ())]
         return swapped(tensors, [*self._mean().values(), *map(flat_view, buffers)])
 
@@ -163,21 +166,30 @@ class SimulatedLocalSteps:
         if not names:
             return  # an empty fragment: the model has fewer pieces than fragments
         rows = torch.stack([worker.outgoing(names) for worker in self._workers])
+        skipped = self.link.skipped_rounds
         self.link.exchange_(rows, names)
+        self._is_counted = self.link.skipped_rounds > skipped
         # A mean is only read, so that workers share one row.
         self._flying = names, list(rows) if self.link.method.traits.outcomes_differ else [rows[0]] * len(rows)
 
     @torch.no_grad()
     def _end(self, fragment: int, replaced: bool = False) -> None:
         names, outcomes = self._flying or ([], [])
-        for worker, outcome in zip(self._workers, outcomes):
-            worker.incoming([(names, outcome)], replaced=replaced)
+        # All workers see the same means.
+        taken = [worker.incoming([(names, mean)], replaced=replaced) for worker, mean in zip(self._workers, outcomes)]
         self._flying = None
+        self._count(discarded=not all(taken))
         averaged = fragment == self._clock.count - 1 and isinstance(self._workers[0], GlobalParameters)
         for buffers in zip(*self.buffers) if averaged else ():
-            mean = torch.stack([b.to(torch.float64) for b in buffers]).mean(0)
+            mean = _mean_buffer(buffers)
             for buffer in buffers:
-                buffer.copy_(mean)
+                buffer.copy_(mean.view_as(buffer))
+
+    def _count(self, discarded: bool) -> None:
+        self._discarded = self._discarded + 1 if discarded else 0
+        self.link.skipped_rounds += discarded and not self._is_counted
+        if self._discarded == MOST_DISCARDED:
+            raise ExchangeError(GIVES_UP)
 
     def _mean(self) -> dict[str, torch.Tensor]:
         rows = torch.stack([worker.outgoing(self._names) for worker in self._workers])
@@ -185,3 +197,7 @@ class SimulatedLocalSteps:
         simulate_ranks([mean_over_ranks(*pair) for pair in zip(contexts, rows)], [Meter() for _ in rows])
         sizes = [p.numel() for p in self._workers[0].pieces.values()]
         return dict(zip(self._names, rows[0].split(sizes)))
+
+
+def _mean_buffer(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    return mean_of_finite(torch.stack([b.detach().to(torch.float64).reshape(-1) for b in buffers]))
