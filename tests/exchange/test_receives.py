@@ -245,18 +245,21 @@ def test_rows_of_messages_that_no_longer_come_are_given_back(transports: list[Gl
 
 def test_a_rank_that_waits_for_a_message_says_for_which(transports: list[GlooTransport]) -> None:
     """By it :meth:`Lane.abort` knows a wait that does not end."""
-    begun = threading.Event()
+    told = list[list[bool]]()
 
     def body(rank: int, transport: GlooTransport) -> object:
         if rank == 0:
-            while transports[1].awaited is None or transports[2].awaited is None:
+            end_s = time.monotonic() + 20
+            while (waits := [one.awaited is not None for one in transports[1:]]) != [True, True]:
+                if time.monotonic() > end_s:
+                    break
                 time.sleep(0.01)
-            begun.set()
+            told.append(waits)
         transport.execute(to_all(100, False)(rank, 0), nullcontext, "job")
         return transport.awaited
 
     assert run(transports, body) == [None] * N
-    assert begun.is_set()
+    assert told == [[True, True]]
 
 
 def test_connections_end_though_receives_are_pending(transports: list[GlooTransport]) -> None:
