@@ -1,7 +1,9 @@
 """What each compiled driver is compiled from, as a digest that stands in the driver's own file.
 
 Numba keeps compiled code on disk for as long as the file that holds the function stays as it is, whatever that function
-calls. So every module with kept functions carries a ``DIGEST`` of all sources behind it, and changes when they do.
+calls. So every module with kept functions carries a ``DIGEST`` of all sources behind it, and changes when they do. Its
+own source is one of them: if an update ends between Numba's writing of the index and of the code, the index names the
+code of the version before.
 
 Run as a program, this writes the digests anew (``make digests``).
 """
@@ -31,14 +33,14 @@ def written(path: Path) -> str | None:
 
 
 def digest(path: Path, kernels: Path = KERNELS) -> str:
-    """Compute the digest of all that a module is compiled from, itself left out."""
+    """Compute the digest of all that a module is compiled from, but for its own line."""
     reached, waiting = {path}, [path]
     while waiting:
         new = _named(waiting.pop(), kernels) - reached
         reached |= new
         waiting += new
     # Digests in other files follow from the rest: with them, an edit would take several rounds of writing.
-    texts = [_LINE.sub("", source.read_text()) for source in sorted(reached - {path})]
+    texts = [_LINE.sub("", source.read_text()) for source in sorted(reached)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 

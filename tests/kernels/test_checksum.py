@@ -60,3 +60,14 @@ def test_a_step_is_a_bijection_so_that_no_single_word_can_change_unseen() -> Non
         y = x * reference.MULTIPLIER % 2**64
         folded = y ^ y >> 32
         assert (folded ^ folded >> 32) * inverse % 2**64 == x
+
+
+def test_the_changes_that_are_said_to_be_missed_are_the_known_ones() -> None:
+    """The highest bit of a word, and bits 31 and 63 of the next word of the same sum."""
+    row = np.random.default_rng(0).integers(256, size=(1, 4096), dtype=np.uint8)
+    head, changed = np.zeros((1, 3), dtype=np.uint64), row.copy()
+    for octet in (8 * 5 + 7, 128 + 8 * 5 + 3, 128 + 8 * 5 + 7):
+        changed[0, octet] ^= 0x80
+    assert checksum.checksums(head, changed) == checksum.checksums(head, row)
+    changed[0, 128 + 8 * 5 + 3] ^= 0x80
+    assert checksum.checksums(head, changed) != checksum.checksums(head, row)

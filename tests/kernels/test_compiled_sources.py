@@ -31,6 +31,7 @@ def test_a_driver_carries_the_digest_of_its_sources(path: Path) -> None:
         ("checksum/simd.py", "checksum/loops.py"),
         ("entropy/rans_simd.py", "entropy/rans_loops.py"),
         ("entropy/tables.py", "entropy/huffman_loops.py"),
+        ("moments/loops.py", "moments/loops.py"),
     ],
 )
 def test_an_edit_shows_in_the_digest_however_far_away_it_is(tmp_path: Path, source: str, driver: str) -> None:

@@ -249,3 +249,13 @@ def test_blocks_are_anchored_to_the_parameter() -> None:
     # The second segment is elements 240 .. 340 of its parameter: the ends of blocks 2 and 3.
     assert runs.offset.tolist() == [0, 112, 224, 300, 396]
     assert runs.numel.tolist() == [112, 112, 26, 96, 4]
+
+
+def test_scales_that_are_not_contiguous_are_refused() -> None:
+    """Vector bodies read their rows one behind the other."""
+    table, grid = BlockTable(SegmentTable([0], [320], [0], [(1, 2)]), 80), Grid.even(2)
+    layout = digit_layout(grid.base)
+    words = torch.zeros((2, layout.packed_bytes(320)), dtype=torch.uint8)
+    x, scale = torch.zeros(320), torch.ones((4, 2)).t()
+    with pytest.raises(HyperparameterError, match=r"scale is .* a contiguous matrix"):
+        get_kernels("cpu").dequantise(words, table, scale, grid, layout, x)

@@ -125,7 +125,7 @@ def test_code_that_could_not_be_written_is_not_confused_with_older_code(
     """Numba writes its index before the code, in a file whose name an older version of the function may have used."""
     assert loaded(place, 1).number() == 1
     with monkeypatch.context() as full:
-        full.setattr("numba.core.caching.IndexDataCacheFile._save_data", no_space)
+        full.setattr(storing.CheckedFile, "_save_data", no_space)
         with pytest.warns(UserWarning, match="No space left on device"):
             assert loaded(place, 2).number() == 2
     assert loaded(place, 2).number() == 2
@@ -154,6 +154,35 @@ def test_damaged_files_are_replaced(suffix: str, left: int, place: Path) -> None
     assert once_more.number() == 1
     assert once_more.number.stats.cache_hits
     assert not storing.refused()
+
+
+@pytest.mark.parametrize("place_of_zeros", [0.02, 0.3, 0.6, 0.95])
+def test_code_with_pages_of_zeros_is_not_run(place_of_zeros: float, place: Path) -> None:
+    """After a power loss a file may have its length, and zeros in the middle: machine code would end the process."""
+    assert loaded(place, 1).number() == 1
+    [damaged] = (place.parent / "cache").rglob("*.nbc")
+    octets = bytearray(damaged.read_bytes())
+    begin = int(place_of_zeros * len(octets))
+    octets[begin : begin + 256] = bytes(len(octets[begin : begin + 256]))
+    damaged.write_bytes(octets)
+    again = loaded(place, 1)
+    assert again.number() == 1
+    assert not again.number.stats.cache_hits
+    once_more = loaded(place, 1)
+    assert once_more.number() == 1
+    assert once_more.number.stats.cache_hits
+
+
+def test_code_of_another_processor_under_the_same_name_is_not_run(place: Path) -> None:
+    """Of two hosts that share a folder, each may write the file that the other's index names."""
+    function = loaded(place, 1).number
+    assert function() == 1
+    store = function._cache._cache_file
+    [(key, name)] = store._load_index().items()
+    store._save_data(name, (("another processor", *key[1:]), store._load_data(name)[1]))
+    again = loaded(place, 1)
+    assert again.number() == 1
+    assert not again.number.stats.cache_hits
 
 
 @pytest.mark.repository

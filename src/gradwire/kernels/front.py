@@ -41,6 +41,19 @@ def check_vector(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int
         )
 
 
+def check_matrix(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Refuse a tensor that is not a contiguous matrix of a dtype and a shape.
+
+    Raises:
+        HyperparameterError: it is no such matrix.
+    """
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise HyperparameterError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()}: a contiguous "
+            f"matrix of {dtype}, {shape[0]} by {shape[1]}, is needed"
+        )
+
+
 def check_rows(rows: torch.Tensor, length: int) -> None:
     """Refuse a matrix whose rows are not ``length`` contiguous bytes each; rows may be any distance apart.
 

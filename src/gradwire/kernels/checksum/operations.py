@@ -27,7 +27,7 @@ def checksums(heads: Words, rows: Bytes) -> Words:
 
     Returns:
         ``[rows]``. Different rows or heads have different checksums: always if they differ in a single 64-bit word,
-        else with a probability of 1 - 2^-64.
+        else with a probability of 1 - 2^-64, but for a few patterns (``docs/wire-format.md``).
 
     Raises:
         BackendError: numba is not installed.

@@ -1,8 +1,8 @@
 """The reference of the checksum that docs/wire-format.md defines: constants, and a slow, clear implementation.
 
 A step is a bijection of 64 bits (an odd product, then the upper half folded into the lower). So bodies of equal length
-that differ in one word always have different sums; other bodies have equal sums only by chance. Blocks do not depend on
-each other, so that a GPU can process them in parallel.
+that differ in one word always have different sums; others have equal sums by chance, or by a few patterns. Blocks do
+not depend on each other, so that a GPU can process them in parallel.
 """
 
 from __future__ import annotations

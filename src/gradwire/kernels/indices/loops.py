@@ -15,7 +15,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide, trailing_zeros
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "cbbac9c4e2459a59"
+DIGEST = "85f681a16a361885"
 
 
 _TILE = 2048

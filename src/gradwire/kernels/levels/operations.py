@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.front import Front, check_draw, check_groups, check_rows, check_vector
+from gradwire.kernels.front import Front, check_draw, check_groups, check_matrix, check_rows, check_vector
 from gradwire.kernels.levels.grid import UNIT, BlockTable, Grid
 from gradwire.kernels.levels.shared_random import SharedRandomGrid
 from gradwire.kernels.packing.layout import DigitLayout, digit_layout, pack_digits, unpack_digits
@@ -75,7 +75,7 @@ class LevelOperations(Front):
             words, scale = words[None], scale[None]
         end = check_groups(blocks.table, begin, end)
         check_vector("x", x, torch.float32, blocks.table.extent, at_least=True)
-        _check_scales(scale, len(words), blocks)
+        check_matrix("scale", scale, torch.float32, (len(words), blocks.blocks))
         check_rows(words, packed_groups(end - begin, layout))
         check_base(grid, layout)
         family = self._serve("levels")
@@ -143,12 +143,6 @@ class LevelOperations(Front):
         family = self._serve("levels")
         if groups:
             family.sum_digits(rows, groups, layout, down, out)
-
-
-def _check_scales(scale: torch.Tensor, rows: int, blocks: BlockTable) -> None:
-    check_vector("scale", scale.reshape(-1), torch.float32, rows * blocks.blocks)
-    if scale.shape != (rows, blocks.blocks):
-        raise HyperparameterError(f"scale has the shape {tuple(scale.shape)}: {rows} by {blocks.blocks} are needed")
 
 
 def _check_integers(grid: SharedRandomGrid, integers: torch.Tensor, blocks: BlockTable) -> None:

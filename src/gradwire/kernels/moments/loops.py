@@ -14,7 +14,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, either, kept
 from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "cc75b40738533557"
+DIGEST = "f97ee2c480c9a50e"
 
 
 _i32, _i64 = np.int32, np.int64

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba import config, njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from gradwire.errors import BackendError
 
@@ -49,8 +50,16 @@ def stored(function: Callable[..., Any]) -> Any:
 class CodeStore(FunctionCache):
     """The stored code of a function. Code that cannot be read is compiled; code that cannot be written is used.
 
-    A damaged file, such as one that ends early after a power loss, is replaced by what is compiled.
+    A damaged file, such as one with pages of zeros after a power loss, is replaced by what is compiled.
     """
+
+    def __init__(self, function):
+        super().__init__(function)
+        self._cache_file = CheckedFile(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=self._impl.locator.get_source_stamp(),
+        )
 
     def load_overload(self, sig, target_context):
         """Return stored code, or None."""
@@ -75,3 +84,32 @@ class CodeStore(FunctionCache):
     def _drop_index(self) -> None:
         with contextlib.suppress(OSError):
             Path(self._cache_file._index_path).unlink()
+
+
+class CheckedFile(IndexDataCacheFile):
+    """Files of stored code that end with a digest, since damaged machine code ends the process that runs it.
+
+    The key, which holds the processor's name, is stored with the code: of two hosts that share a folder, each may take
+    the name of the same file for its own key.
+    """
+
+    def save(self, key, data):
+        """Store code under a key."""
+        super().save(key, (key, data))
+
+    def load(self, key):
+        """Return the code of a key, or None."""
+        found = super().load(key)
+        return found[1] if found is not None and found[0] == key else None
+
+    def _save_data(self, name, data):
+        coded = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(coded + hashlib.sha256(coded).digest())
+
+    def _load_data(self, name):
+        whole = Path(self._data_path(name)).read_bytes()
+        if hashlib.sha256(whole[:-32]).digest() != whole[-32:]:
+            raise ValueError(f"{name} is damaged")
+        # Numba reads no further than its own part.
+        return super()._load_data(name)

@@ -19,7 +19,7 @@ from gradwire.kernels.patches.distances import describe, distances_of, top_bit
 from gradwire.kernels.patches.positions import complement, load, pack_positions, unpack_positions
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "f35e7e2282965db9"
+DIGEST = "ddb3f0529afe5e02"
 
 
 _u8, _u64, _i64 = np.uint8, np.uint64, np.int64

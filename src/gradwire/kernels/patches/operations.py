@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from gradwire.errors import HyperparameterError, PayloadError
-from gradwire.kernels.front import Front, check_vector
+from gradwire.kernels.front import Front, check_matrix, check_vector
 from gradwire.kernels.indices.operations import decode_indices, encode_indices
 from gradwire.kernels.patches import formats
 from gradwire.kernels.patches.formats import (
@@ -151,10 +151,7 @@ def _check(data: torch.Tensor, width: int, block: int, rows: torch.Tensor, curso
     if data.numel() % width:
         raise HyperparameterError(f"{data.numel()} bytes are not whole elements of {width} bytes")
     blocks = -(-data.numel() // (width * block))
-    if rows.dtype != torch.int64 or rows.shape != (blocks, ROW) or not rows.is_contiguous():
-        raise HyperparameterError(
-            f"rows is {rows.dtype} of shape {tuple(rows.shape)}: int64 [{blocks}, {ROW}] is needed"
-        )
+    check_matrix("rows", rows, torch.int64, (blocks, ROW))
     return blocks
 
 

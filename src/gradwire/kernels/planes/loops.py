@@ -10,7 +10,7 @@ from gradwire.kernels.numba_core.compiled import Compiled, kept
 from gradwire.kernels.numba_core.vectors import prefer_wide
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "69ba626be2013559"
+DIGEST = "cca510c049009733"
 
 
 class PlanesLoops(Compiled):

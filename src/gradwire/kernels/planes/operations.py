@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.front import Front, check_vector
+from gradwire.kernels.front import Front, check_matrix, check_vector
 
 WIDTHS = (1, 2, 4, 8)
 """Bytes that a number may have."""
@@ -49,11 +49,7 @@ def _check(data: torch.Tensor, width: int, planes: torch.Tensor) -> None:
     check_vector("data", data, torch.uint8, data.numel())
     if width not in WIDTHS or data.numel() % width:
         raise HyperparameterError(f"{data.numel()} bytes, width {width}: a width is one of {WIDTHS} and divides them")
-    shape = (width, data.numel() // width)
-    if planes.dtype != torch.uint8 or planes.shape != shape or not planes.is_contiguous():
-        raise HyperparameterError(
-            f"planes is {planes.dtype} of shape {tuple(planes.shape)}: a contiguous uint8 {list(shape)} is needed"
-        )
+    check_matrix("planes", planes, torch.uint8, (width, data.numel() // width))
 
 
 def split_planes(data: torch.Tensor, width: int, floating: bool, planes: torch.Tensor) -> None:

@@ -21,11 +21,12 @@ from gradwire.kernels.numba_core.compiled import (
     rows_of,
 )
 from gradwire.kernels.numba_core.vectors import power_of_two, prefer_wide
+from gradwire.kernels.packing.loops import end_streams
 from gradwire.kernels.signs import simd
 from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES
 
 # Digest of the sources of the compiled code, and part of its name in Numba's cache; ``make digests`` writes it.
-DIGEST = "6987cd106ffb9113"
+DIGEST = "b2936640ae21ed2d"
 
 
 _TILE = 2048
@@ -314,3 +315,4 @@ def sign_decode_range(simd, rows, table, runs, values, begin, end, x, accumulate
                 _decode_end(rows, bit + inner, count - inner, values, run, x, at + inner, accumulate)
             done += count
         group = piece.stop
+    end_streams(simd)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gradwire.errors import HyperparameterError
-from gradwire.kernels.front import Front, check_groups, check_rows, check_vector
+from gradwire.kernels.front import Front, check_groups, check_matrix, check_rows, check_vector
 from gradwire.kernels.moments.operations import integer_blocks, segments_of
 from gradwire.kernels.packing.layout import MAX_WORLD_SIZE
 from gradwire.kernels.table import GROUP_SIZE, SIGN_BYTES, GroupIndex, SegmentTable
@@ -156,12 +156,7 @@ class SignOperations(Front):
         check_groups(runs.table, begin, end)
         _check_bits(rows, SIGN_BYTES * (end - begin))
         for name, values in (("above", above), ("below", below)):
-            fits = values.dtype == torch.float32 and values.shape == (rows.shape[0], runs.runs)
-            if not fits or not values.is_contiguous():
-                raise HyperparameterError(
-                    f"{name} is {values.dtype} of shape {tuple(values.shape)}: a contiguous float32 matrix of "
-                    f"{rows.shape[0]} rows and {runs.runs} columns is needed"
-                )
+            check_matrix(name, values, torch.float32, (rows.shape[0], runs.runs))
         check_vector("x", x, torch.float32, runs.table.extent, at_least=True)
         family = self._serve("signs")
         if begin < end:
