@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -213,6 +214,20 @@ def tampered(inner: Exchange[Any], change: Callable[[Op, torch.Tensor], torch.Te
         return stop.value
 
 
+def repeated(op: Op, reply: torch.Tensor, told: torch.Tensor | None) -> torch.Tensor:
+    """Do to an operation what it did in the run in which its reply and the lengths of its rows were recorded."""
+    room = op.value if isinstance(op, Reduce | Broadcast) else op.recv
+    its_own = lengths_of(op)
+    if its_own is not None and told is not None:
+        its_own.copy_(told)
+    return room.copy_(reply.view_as(room)).view_as(reply)
+
+
+def lengths_of(op: Op) -> torch.Tensor | None:
+    """Return what takes the lengths of the rows that come, if these vary."""
+    return op.length if isinstance(op, Broadcast) else getattr(op, "arrived", None)
+
+
 class Trials:
     """Corrupted exchanges by one method and protocol.
 
@@ -241,20 +256,22 @@ class Trials:
             for memory in memories:
                 self._commit(memory)
         self._states = memories
-        clean, arrived = self._run(ROUND, self._memories(), self._recorders())
-        self._expected = clean
+        recorders = self._recorders()
+        clean, arrived = self._run(ROUND, self._memories(), recorders)
+        self._expected, self._replies = clean, [recorder.replies for recorder in recorders]
         self.exchanges = [len(of_rank) for of_rank in arrived]
         self.lengths_told = bool(sum(self.exchanges)) and self._tells_lengths
 
     def one(self, kind: str, seed: int) -> str | None:
         """Change one message, chosen by the seed; return the outcome, None where no byte was changed."""
-        draw = np.random.default_rng(seed)
-        # A rank's own message does not travel.
-        receiver, sender, other, *_ = (int(rank) for rank in draw.permutation(self.workers))
-        exchange = int(draw.integers(max(1, self.exchanges[receiver])))
-        tamperer = Tamperer(kind, exchange, receiver, sender, other, draw, self.before[receiver])
-        keep = [tamperer if rank == receiver else _unchanged for rank in range(self.workers)]
+        tamperer = self._tamperer(kind, seed)
         try:
+            self._receive(tamperer)
+            if not tamperer.changed:
+                return None
+            # What others make of it matters only now.
+            tamperer = self._tamperer(kind, seed)
+            keep = [tamperer if rank == tamperer.receiver else _unchanged for rank in range(self.workers)]
             rows, _ = self._run(ROUND, self._memories(), keep)
         except gw.PayloadError as error:
             named = re.search(rf"rank (\d) for bucket 0, chunk \d+, round {ROUND}: ", str(error))
@@ -262,17 +279,34 @@ class Trials:
             return REFUSED if named and int(named[1]) in right else UNNAMED
         except Exception:
             return CRASH
-        if not tamperer.changed:
-            return None
         if all(map(torch.equal, rows, self._expected)):
             return HARMLESS
         if not bool(torch.isfinite(rows).all()):
             return SPOILT
         return WRONG if all(torch.equal(rows[0], row) for row in rows) else DRIFT
 
+    def _tamperer(self, kind: str, seed: int) -> Tamperer:
+        draw = np.random.default_rng(seed)
+        # A rank's own message does not travel.
+        receiver, sender, other, *_ = (int(rank) for rank in draw.permutation(self.workers))
+        exchange = int(draw.integers(max(1, self.exchanges[receiver])))
+        return Tamperer(kind, exchange, receiver, sender, other, draw, self.before[receiver])
+
+    def _receive(self, tamperer: Tamperer) -> None:
+        """Run the exchange of the receiver alone, with the replies of the run as it should be but for one."""
+        rank = tamperer.receiver
+        exchange = self._exchange(rank, ROUND, self._memories()[rank], self._rows(ROUND)[rank])
+        replies = iter(self._replies[rank])
+        with contextlib.suppress(StopIteration):
+            op = next(exchange)
+            while True:
+                op = exchange.send(tamperer(op, repeated(op, *next(replies))))
+
+    def _rows(self, round: int) -> torch.Tensor:
+        return torch.randn(self.workers, sum(SIZES), generator=torch.Generator().manual_seed(round)) ** 3
+
     def _run(self, round: int, memories: Sequence[Any], changes: Any) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-        generator = torch.Generator().manual_seed(round)
-        rows = torch.randn(self.workers, sum(SIZES), generator=generator) ** 3
+        rows = self._rows(round)
         exchanges = [self._exchange(rank, round, memory, row) for rank, (memory, row) in enumerate(zip(memories, rows))]
         ended = simulate_ranks([tampered(g, change) for g, change in zip(exchanges, changes)], [Meter()] * self.workers)
         return self._outcome(rows, ended), [getattr(change, "arrived", []) for change in changes]
@@ -332,12 +366,14 @@ class Recorder:
 
     def __init__(self, trials: Trials, rank: int) -> None:
         self.arrived: list[torch.Tensor] = []
+        self.replies: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._trials, self._rank = trials, rank
 
     def __call__(self, op: Op, reply: torch.Tensor) -> torch.Tensor:
+        told = lengths_of(op)
+        self.replies.append((reply.clone(), None if told is None else told.clone()))
         if is_received(op, self._rank):
-            self.arrived.append(reply.clone())
-            told = op.length if isinstance(op, Broadcast) else getattr(op, "arrived", None)
+            self.arrived.append(self.replies[-1][0])
             self._trials._tells_lengths |= told is not None
         return reply
 
