@@ -69,11 +69,12 @@ def test_commands_and_reports_pass_their_tests(site: Path, tmp_path: Path) -> No
     without = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "tests", tmp_path / "tests", ignore=without)
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
-    # A command that reads and writes files of the package, those that import late, and all reports.
-    names = "test_report or test_figures or train_report or compare_trains or help_is or importing"
+    # A command that reads and writes files of the package, those that import late, and a page with all its parts: the
+    # other tests find the same files, as the first of this file says.
+    names = "train_report or help_is or importing or what_methods_report"
     chosen = ("tests/cli/test_commands.py", "tests/report", "-m", "not ranks and not repository", "-k", names)
     told = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, folder=tmp_path, site=site)
-    assert int(told.rsplit(" passed", 1)[0].split()[-1]) > 40
+    assert int(told.rsplit(" passed", 1)[0].split()[-1]) >= 4
 
 
 def test_its_command_attaches_to_real_ranks_under_ddp(site: Path, tmp_path: Path) -> None:
