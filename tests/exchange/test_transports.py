@@ -14,7 +14,7 @@ from gradwire.exchange.drivers import TorchGroup
 from gradwire.exchange.drivers.devices import HostDevice
 from gradwire.exchange.drivers.transports import GlooTransport, NCCLTransport, StagedTransport, Transport
 from gradwire.exchange.drivers.transports.base import Turn
-from gradwire.exchange.ops import Op, Reduce, SendRecv
+from gradwire.exchange.ops import AllToAll, Op, Reduce, SendRecv
 
 WAIT = timedelta(seconds=10)
 
@@ -64,6 +64,15 @@ class Apart(HostDevice):
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
+
+
+def test_a_transport_that_says_nothing_of_it_does_not_start_operations() -> None:
+    """A lane asks no other for it, so that the two defaults must agree."""
+    silent = (Still(), StagedTransport(Still(), Apart()), NCCLTransport(None, Still(), Apart()))
+    assert not any(transport.starts for transport in silent)
+    for transport in silent:
+        with pytest.raises(TypeError, match="needs buffers of the lane"):
+            transport.start(AllToAll(torch.zeros(3, 1), torch.zeros(3, 1)))
 
 
 @pytest.mark.parametrize(("source", "left"), [(None, [1, 1]), (2, [7, 7])])

@@ -95,6 +95,18 @@ def test_payloads_made_on_the_device_have_the_same_bits(three_ranks: Any, method
         assert not [where for where, stream in noted["waits_for"] if stream == "link"]
 
 
+@pytest.mark.parametrize("options", [{"check_every": 1}, {"fallback": "bf16", "fallback_limit": 0.01}])
+def test_numbers_that_ranks_gather_beside_a_round_travel_where_payloads_are_made_on_the_device(
+    three_ranks: Any, options: dict[str, Any]
+) -> None:
+    """They lie in main memory, and lanes of such links start nothing on another thread than their own."""
+    expected, found = three_ranks(plain, "terngrad", options), three_ranks(on_gpu, "terngrad", options)
+    for (means, record), (others, other, _) in zip(expected, found):
+        assert all(same_bits(mean, theirs) for mean, theirs in zip(means, others))
+        assert other["sent_bytes"] == record["sent_bytes"]
+        assert other["kernels_on"] == "cuda:0"
+
+
 @pytest.mark.parametrize(
     ("method", "reason"), [("TopK(density=0.1)", "'indices'"), ("EDEN(bits=0.5)", "between its kernels")]
 )

@@ -28,14 +28,14 @@ class Transport(ABC):
         world_size: Number of these ranks.
         awaited: What a thread waits for at the moment; None while it does not wait.
         keyed_bytes: Bytes of the digest under a key beside each message; 0: messages have none.
-        starts: False if every operation needs the thread of the lane, and :meth:`start` raises.
+        starts: True if :meth:`start` serves; False if every operation needs the thread of the lane.
     """
 
     rank: int
     world_size: int
     awaited: object = None
     keyed_bytes: int = 0
-    starts: bool = True
+    starts: bool = False
 
     @abstractmethod
     def execute(self, op: Op, turn: Turn, job: str | None = None) -> torch.Tensor:

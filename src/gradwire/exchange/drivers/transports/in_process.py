@@ -109,6 +109,8 @@ class Meetings:
 class InProcessTransport(Transport):
     """Executes the operations of a lane between threads of one process. Sums are added in the order of ranks."""
 
+    starts = True
+
     def __init__(self, meetings: Meetings, lane: int, rank: int) -> None:
         self._meetings, self._lane, self.rank = meetings, lane, rank
         self.world_size, self._number = meetings.world_size, 0
