@@ -176,3 +176,13 @@ def test_a_checkpoint_without_the_link_or_a_part_of_it_is_refused_on_all_ranks(
         assert torn == "IncompatibleError: rank 1: the distributed checkpoint has no 'rank 1' of this link"
         assert "Missing key in checkpoint state_dict: link." in strict
         assert "keeps those of one rank" in local
+
+
+def test_an_entry_is_read_where_its_device_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradwire.integrations.distributed_checkpoint import _packed, _unpacked
+
+    with monkeypatch.context() as there:
+        # As torch.save marks tensors of the eighth GPU.
+        there.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        entry = _packed({"residual/w": torch.arange(3.0)})
+    assert _unpacked(entry)["residual/w"].tolist() == [0.0, 1.0, 2.0]

@@ -332,3 +332,13 @@ def load_a_forged_manifest(folder: str, section: str, key: str, value: torch.Ten
     found = refusal(lambda: gw.load(link, folder))
     link.close()
     return found
+
+
+def test_a_state_is_read_where_its_device_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as there:
+        # As torch.save marks tensors of the eighth GPU.
+        there.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        packed, _ = pack({"rank": {"residual/w": torch.arange(5.0)}})
+    found = unpack(packed, "rank-7.pt")["rank"]["residual/w"]
+    assert found.device.type == "cpu"
+    assert found.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

@@ -34,7 +34,9 @@ def pack(value: object) -> tuple[dict[str, torch.Tensor], bytes]:
 
 
 def unpack(packed: object, name: str, expected: bytes | None = None) -> Any:
-    """Return the value that :func:`pack` packed.
+    """Return the value that :func:`pack` packed, with all tensors in main memory, wherever they were.
+
+    Who takes them copies them to its own device: the device that they were on may be another rank's, or not exist here.
 
     Args:
         packed: The object that ``torch.load(..., weights_only=True)`` returned.
@@ -52,4 +54,4 @@ def unpack(packed: object, name: str, expected: bytes | None = None) -> Any:
         raise IncompatibleError(f"{name} has changed since it was saved: its digest is another; restore it from a copy")
     if expected is not None and digest != expected:
         raise IncompatibleError(f"{name} is not the file that was saved here: its digest is another one's")
-    return torch.load(io.BytesIO(body), weights_only=True)
+    return torch.load(io.BytesIO(body), weights_only=True, map_location="cpu")

@@ -84,4 +84,5 @@ def _packed(value: Any) -> bytes:
 
 
 def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
+    # A rank copies state to its own device; the one in the file may be another's, or not exist here.
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

@@ -115,8 +115,8 @@ def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     that were loaded.
 
     Returns:
-        The value that this rank passed to :func:`save` as ``own``; None if it passed none or the world size has
-        changed.
+        The value that this rank passed to :func:`save` as ``own``, with its tensors in main memory; None if it passed
+        none or the world size has changed.
 
     Raises:
         IncompatibleError: on this rank or another, the state does not exist, is not whole, cannot be read, or does not
