@@ -5,7 +5,10 @@ What would fail on a GPU, or be right by chance alone, raises here:
 - an operation on tensors of the device and of main memory together, or ``numpy()`` of one on the device;
 - a read of page-locked memory before the thread has waited for the copy to it: until then it holds other bytes;
 - a write to page-locked memory while a copy from it may not have ended;
-- work on one stream with what another has written, where neither waited for the other.
+- work on one stream with what another has written, where neither waited for the other;
+- memory that is freed while the stream that it is not of still works with it. PyTorch's allocator gives a block to its
+  own stream again at once, unless the use was recorded, or the stream has waited for it. This is told when
+  :func:`fake_gpu` ends.
 
 What makes a thread wait for the device is noted: a value that it reads back (``bool``, ``item``, ``tolist`` ...), and a
 copy to the device from memory that is not page-locked, such as that of an index in main memory.
@@ -13,15 +16,16 @@ copy to the device from memory that is not page-locked, such as that of an index
 
 from __future__ import annotations
 
+import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -59,8 +63,10 @@ class DeviceTensor(torch.Tensor):
 
 
 def there(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the device with the memory of one in main memory."""
-    return tensor.detach().as_subclass(DeviceTensor)
+    """Return a tensor on the device with the memory of one in main memory, which the current stream has allocated."""
+    made = tensor.detach().as_subclass(DeviceTensor)
+    FakeGPU.now.block(made)
+    return made
 
 
 def parameters_of(shapes: Mapping[str, tuple[int, ...]], on_device: bool) -> dict[str, torch.nn.Parameter]:
@@ -94,6 +100,24 @@ class _Mark:
         return self._gpu._done >= self._count
 
 
+@dataclass
+class _Block:
+    """Memory of the device.
+
+    Attributes:
+        of: The stream that allocated it, and gets it again when it is freed.
+        fresh: The stream that has written it, if the other has not waited for that.
+        used: Where the other stream used it last, if its own has not waited for that.
+        recorded: Whether the allocator waits for the other stream.
+    """
+
+    ref: StorageWeakRef
+    of: str
+    fresh: str | None = None
+    used: str | None = None
+    recorded: bool = False
+
+
 class _Future(torch.futures.Future):  # type: ignore[type-arg]
     """A future whose value is there for streams that wait for it."""
 
@@ -109,6 +133,8 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]
     def wait(self) -> Any:
         value = super().wait()
         self._gpu.join()
+        if isinstance(value, DeviceTensor):
+            self._gpu.use(value)
         return value
 
     def add_done_callback(self, callback: Any) -> None:
@@ -130,6 +156,7 @@ class FakeGPU(Device):
     Attributes:
         waits_for: Where a thread waited for the device, and on which stream.
         copies: Bytes that were copied, by direction.
+        freed_in_use: Blocks that were freed while the other stream worked with them, and where it did.
     """
 
     name, is_host = str(WHERE), False
@@ -144,9 +171,9 @@ class FakeGPU(Device):
         self._lock = threading.RLock()
         self._pending: list[Callable[[], None]] = []
         self._done = 0
-        # Storages written by one stream that the other has not waited for.
-        # The storages are kept, so that no new tensor gets the address of one. A GPU's allocator sees to that, too.
-        self._fresh: dict[str, dict[int, torch.UntypedStorage]] = {"main": {}, "link": {}}
+        # By the address of a storage, which no other gets while there is a weak reference.
+        self._blocks: dict[int, _Block] = {}
+        self.freed_in_use: list[str] = []
 
     # ------------------------------------------------------------------ what a link asks of a device
 
@@ -167,16 +194,39 @@ class FakeGPU(Device):
         return self.on("link")
 
     def wait_for_current(self) -> None:
-        with self._lock:
-            self.waits += 1
-            self._fresh["main"].clear()
+        self.waits += 1
+        self._waited(by="link", of="main")
 
     def join(self) -> None:
+        self._waited(by="main", of="link")
+
+    def _waited(self, by: str, of: str) -> None:
+        self.look_for_freed()
         with self._lock:
-            self._fresh["link"].clear()
+            for block in self._blocks.values():
+                block.fresh = None if block.fresh == of else block.fresh
+                block.used = None if block.of == by else block.used
+
+    def look_for_freed(self) -> None:
+        """Note the memory that was freed too early since one stream has waited for the other."""
+        with self._lock:
+            for key, block in list(self._blocks.items()):
+                if block.ref.expired():
+                    del self._blocks[key]
+                    if block.used is not None and not block.recorded:
+                        self.freed_in_use.append(f"memory of {block.of!r}, used by the other stream in {block.used}")
+
+    def block(self, tensor: torch.Tensor) -> _Block:
+        """Return the memory of a tensor, which belongs to the current stream if it is new."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._blocks:
+                self._blocks[storage._cdata] = _Block(StorageWeakRef(storage), self.here.stream)
+            return self._blocks[storage._cdata]
 
     def use(self, tensor: torch.Tensor) -> None:
         assert isinstance(tensor, DeviceTensor)
+        self.block(tensor).recorded = True
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -311,25 +361,34 @@ class FakeGPU(Device):
         stream = self.here.stream
         other = "link" if stream == "main" else "main"
         with self._lock, torch._C.DisableTorchFunctionSubclass():
-            for t in tensors:
-                if t.untyped_storage().data_ptr() in self._fresh[other] and t.numel():
+            for block in (self.block(t) for t in tensors if t.numel()):
+                if block.fresh == other:
                     raise DeviceError(f"the stream {stream!r} works with what {other!r} wrote, without waiting for it")
+                if block.of == other:
+                    block.used = self._caller()
             for t in written:
-                storage = t.untyped_storage()
-                self._fresh[stream][storage.data_ptr()] = storage
+                self.block(t).fresh = stream
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if not on_device:
                 return tree_map(lambda x: here(x) if isinstance(x, DeviceTensor) and x.dim() == -1 else x, result)
-            return tree_map(lambda x: x.as_subclass(DeviceTensor) if isinstance(x, torch.Tensor) else x, result)
+            return tree_map(self._made_here, result)
+
+    def _made_here(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        made = value.as_subclass(DeviceTensor)
+        self.block(made)
+        return made
 
     @staticmethod
     def _caller() -> str:
-        frames = [f for f in traceback.extract_stack() if "/gradwire/" in f.filename]
-        last = frames[-1] if frames else traceback.extract_stack()[0]
-        return f"{last.filename.split('/gradwire/')[-1]}:{last.name}"
+        frame = sys._getframe()
+        while "/gradwire/" not in frame.f_code.co_filename and frame.f_back is not None:
+            frame = frame.f_back
+        return f"{frame.f_code.co_filename.split('/gradwire/')[-1]}:{frame.f_code.co_name}"
 
 
 class _OnDevice:
@@ -390,3 +449,6 @@ def fake_gpu() -> Iterator[FakeGPU]:
         gpu.on("main"),
     ):
         yield gpu
+    gpu.look_for_freed()
+    if gpu.freed_in_use:
+        raise DeviceError(f"freed too early: {'; '.join(gpu.freed_in_use)}")

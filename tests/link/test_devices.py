@@ -183,6 +183,36 @@ def test_a_round_with_an_infinity_leaves_no_trace_on_a_device(three_ranks: Any, 
         assert all(same_bits(value, kept[key]) for key, value in residuals.items())
 
 
+FEEDBACKS = ("ErrorFeedback(compressor=QSGDinf())", "ErrorFeedback(compressor=ScaledSign())")
+
+
+def moving(method: str, reloads: bool) -> list[torch.Tensor]:
+    """Exchange rounds, and load the link's own state after the second if wanted; return the means."""
+    with fake_gpu():
+        parameters = parameters_of(SHAPES, True)
+        link = gw.Link(parameters.items(), method, min_numel=95, seed=4)
+        draw, found = torch.Generator().manual_seed(dist.get_rank()), []
+        for step in range(6):
+            for p in parameters.values():
+                p.grad = there(torch.randn(p.shape, generator=draw))
+            link.reduce_()
+            found.append(torch.cat([p.grad.reshape(-1).cpu() for p in parameters.values()]).clone())
+            if reloads and step == 1:
+                link.load_state_dict(link.state_dict())
+        link.close()
+    return found
+
+
+def test_state_that_is_loaded_on_a_device_is_not_freed_before_it_is_copied(three_ranks: Any) -> None:
+    """The link's stream copies it; the stand-in refuses that the training's stream may get the memory before."""
+    for means, others in zip(*(three_ranks(moving, FEEDBACKS[0], reloads) for reloads in (False, True))):
+        assert all(same_bits(mean, other) for mean, other in zip(means, others))
+
+
+def test_residuals_that_pass_between_methods_on_a_device_are_not_freed_before_they_are_copied(three_ranks: Any) -> None:
+    three_ranks(moving, f"Auto(candidates={FEEDBACKS}, turns=2, steps=1)", False)
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 

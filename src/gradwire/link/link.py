@@ -320,7 +320,8 @@ class Link(LinkState, LocalStepsUser):
         if changed is not None:
             if changed.reason is not None:
                 runtime.warnings.once(changed.reason, changed.reason)
-            runtime.memory.keep(changed.keeps)
+            with runtime.device.in_order():
+                runtime.memory.keep(changed.keeps)
         return Round(runtime, learning_rates)
 
     def _joined(self, round: Round, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean | None:

@@ -122,7 +122,10 @@ class LinkState(LinkReports):
         self._runtime.diagnostics.forget()
         if self._local is not None:
             state = self._local.load(state)
-        self._runtime.memory.load(remembered(state, self._exchanged, self.method, warn))
+        found = remembered(state, self._exchanged, self.method, warn)
+        # The link's stream copies what is loaded, and its memory is freed then: it must be that stream's own.
+        with self._runtime.device.in_order():
+            self._runtime.memory.load(found)
 
     def check_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Check the types and ranges of all values of a state without loading any.

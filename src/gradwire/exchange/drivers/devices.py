@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,20 @@ class Device(ABC):
     @abstractmethod
     def join(self) -> None:
         """Make this thread's current stream wait for the work enqueued on the link's stream so far."""
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Return a context like :meth:`stream` whose work comes in the order of this thread's current stream.
+
+        It follows the work enqueued there so far, and what is enqueued there next follows it. So memory of either
+        stream may be freed within, and what is allocated within belongs to the link's.
+        """
+        self.wait_for_current()
+        try:
+            with self.stream():
+                yield
+        finally:
+            self.join()
 
     @abstractmethod
     def use(self, tensor: torch.Tensor) -> None:
