@@ -8,7 +8,8 @@ What would fail on a GPU, or be right by chance alone, raises here:
 - work on one stream with what another has written, where neither waited for the other;
 - memory that is freed while the stream that it is not of still works with it. PyTorch's allocator gives a block to its
   own stream again at once, unless the use was recorded, or the stream has waited for it. This is told when
-  :func:`fake_gpu` ends.
+  :func:`fake_gpu` ends;
+- kernels that are compiled while it is not the current device, as it is not at first.
 
 What makes a thread wait for the device is noted: a value that it reads back (``bool``, ``item``, ``tolist`` ...), and a
 copy to the device from memory that is not page-locked, such as that of an index in main memory.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -147,7 +148,7 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class _State(threading.local):
-    stream, joined, exempt = "main", False, False
+    stream, joined, exempt, current = "main", False, False, False
 
 
 class FakeGPU(Device):
@@ -189,6 +190,14 @@ class FakeGPU(Device):
                 yield
         finally:
             self.here.stream, self.here.joined = before
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self.here.current = True
+        try:
+            yield
+        finally:
+            self.here.current = False
 
     def stream(self) -> Any:
         return self.on("link")
@@ -417,6 +426,15 @@ class _OnDevice:
         return Family()
 
 
+class _Kernels(Kernels):
+    """Kernels that would be compiled for the current device."""
+
+    def warm_up(self, families: Sequence[str] = ()) -> float:
+        if not FakeGPU.now.here.current:
+            raise DeviceError(f"kernels of {families} are compiled for another device than {WHERE}")
+        return 0.0
+
+
 def _parts(value: Any) -> list[Any]:
     return [getattr(value, f.name) for f in fields(value)]
 
@@ -434,7 +452,7 @@ def device_checksums(heads: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def fake_gpu() -> Iterator[FakeGPU]:
     """Let links that are built within believe that their parameters lie on a GPU."""
     gpu = FakeGPU()
-    kernels = Kernels(_OnDevice())
+    kernels = _Kernels(_OnDevice())
     real = get_kernels
 
     def served(name: str = "auto", threads: int = 1) -> Kernels:

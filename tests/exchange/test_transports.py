@@ -95,6 +95,33 @@ def test_broken_connections_are_not_waited_for(broken: bool, ended: str) -> None
     assert calls == [ended]
 
 
+@pytest.mark.parametrize(
+    ("backends", "bound", "preferred", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", None, "cuda:1", "cpu"),
+        ("cuda:nccl", None, "cuda:1", "cuda:1"),
+        ("cuda:nccl", "cuda:2", "cuda:1", "cuda:1"),
+        ("cuda:nccl", "cuda:2", "cpu", "cuda:2"),
+        ("cuda:nccl", None, "cpu", "cuda:0"),
+    ],
+)
+def test_tables_travel_from_the_gpu_of_the_parameters_whichever_is_current(
+    backends: str, bound: str | None, preferred: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Group:
+        bound_device_id = None if bound is None else torch.device(bound)
+
+        def rank(self) -> int:
+            return 0
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    group = TorchGroup(Group())  # type: ignore[arg-type]
+    group.prefer(torch.device(preferred))
+    assert str(group.device) == expected
+
+
 @pytest.mark.parametrize(("backends", "kind"), [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda")])
 def test_a_timeout_is_that_of_a_backend_that_the_group_has(
     backends: str, kind: str, monkeypatch: pytest.MonkeyPatch

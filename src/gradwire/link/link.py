@@ -190,10 +190,12 @@ class Link(LinkState, LocalStepsUser):
         given, method, count, options = self._asked
         parameters = list(given)
         self._asked = (parameters, method, count, options)
+        self._parameters, self._frozen = named_parameters(parameters), frozen_parameters(parameters)
+        # First, since a rank that refuses the rest tells the others so.
+        self.group.prefer(next((p.device for p in self._parameters.values()), torch.device("cpu")))
         self.method = read_method(method)
         check_scaler(self.grad_scaler)
         self.options = Options.of(options)
-        self._parameters, self._frozen = named_parameters(parameters), frozen_parameters(parameters)
         check_parameters(self._parameters)
         self._check_lanes()
         self._coders = CoderSelection()
@@ -201,10 +203,11 @@ class Link(LinkState, LocalStepsUser):
         self._exchanged, its_options = exchanged(self.method, self._parameters, self.options)
         self._site = Site.of(self.method, self._parameters, self.options, self.group)
         its_options = replace(its_options, backend=self._site.backend)
-        self._selection = make_selection(
-            self.method, its_options, self._exchanged, self.world_size,
-            self._diagnostics, self._coders, self.number, self._warnings, self.optimizer,
-        )  # fmt: skip
+        with self._site.device.current():
+            self._selection = make_selection(
+                self.method, its_options, self._exchanged, self.world_size,
+                self._diagnostics, self._coders, self.number, self._warnings, self.optimizer,
+            )  # fmt: skip
         check_optimizer(self.method, self.optimizer, self._parameters)
         self._rates = LearningRates(self.method, self.optimizer, self._parameters)
         # Operations of all lanes are enqueued on one stream, and their order must be the same on all ranks.

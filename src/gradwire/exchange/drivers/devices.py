@@ -43,6 +43,10 @@ class Device(ABC):
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on the device, and not in main memory."""
 
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which the device is PyTorch's current one, for which kernels are compiled."""
+        return nullcontext()
+
     @abstractmethod
     def stream(self) -> AbstractContextManager[Any]:
         """Return a context in which this thread's work on the device is enqueued on the link's stream."""
@@ -158,6 +162,9 @@ class CudaDevice(Device):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self._device
+
+    def current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device)
 
     def stream(self) -> AbstractContextManager[Any]:
         # Return a new context each time, since several threads enter it at the same time.

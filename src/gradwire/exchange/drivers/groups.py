@@ -28,6 +28,7 @@ class Group(ABC):
         timeout: Timeout of a collective.
         has_nccl: True if they can exchange tensors on devices by NCCL.
         device: Device of tensors with tables.
+        preferred: CUDA device of these tensors where they cannot be in main memory; None: the current one.
         many_stores: True if connections to the store are there for each thread; otherwise a link makes one.
         meetings: Connects ranks that are threads of one process; None if they are processes, which watch one another.
         explains: True if a rank whose exchange broke waits for the others to tell why; False if their end is no error.
@@ -41,6 +42,7 @@ class Group(ABC):
     timeout: timedelta
     has_nccl: bool
     device: torch.device
+    preferred: torch.device | None = None
     many_stores: bool = False
     meetings: Meetings | None = None
     explains: bool = True
@@ -99,6 +101,11 @@ class Group(ABC):
         rendezvous = Rendezvous(store, world_size, self.waits_on)
         return dist.ProcessGroupGloo(rendezvous, rank, world_size, self.timeout)
 
+    def prefer(self, device: torch.device) -> None:
+        """Send tables from a CUDA device, where they cannot be sent from main memory; others change nothing."""
+        if device.type == "cuda":
+            self.preferred = device
+
     @abstractmethod
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
         """Start to gather a tensor ``[n]`` from each rank into ``rows`` ``[ranks, n]``, without waiting."""
@@ -117,6 +124,7 @@ class TorchGroup(Group):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.torch = group
+        self.preferred = getattr(group, "bound_device_id", None)
         self.ranks, self.place = tuple(dist.get_process_group_ranks(group)), group.rank()
 
     @property
@@ -138,10 +146,11 @@ class TorchGroup(Group):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Main memory if the group can send from it, else the current device."""
+        """Main memory if the group can send from it, else the preferred device, the group's own or the current one."""
         if "cpu" in dist.get_backend_config(self.torch):
             return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        # NCCL knows a rank by its GPU, and the current one may be that of another rank.
+        return self.preferred or torch.device("cuda", torch.cuda.current_device())
 
     def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
         work: dist.Work = dist.all_gather(list(rows), own, group=self.torch, async_op=True)
