@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import gradwire as gw
 from fake_gpu import FakeGPU, fake_gpu, here, parameters_of, there
 from gradwire.exchange.ops import Reduce
+from log_texts import LogTexts
 from ranks import fresh_ranks
 
 pytestmark = pytest.mark.ranks
@@ -413,6 +415,38 @@ def test_an_error_that_is_known_late_is_told_by_every_look_and_to_all_who_save()
     assert "payload from rank 2" in found[1]["error"]
     assert all("payload from rank 2" in look for look in found[1]["looks"])
     assert all("rank 1" in told["save"] and "payload from rank 2" in told["save"] for told in found)
+
+
+def closed() -> tuple[str, list[str]]:
+    """Spoil what rank 1 gets in the last round, and close the link; return its error and what was logged."""
+    from gradwire.exchange.drivers.transports.staged import StagedTransport
+
+    returned, rank = StagedTransport._returned, dist.get_rank()
+
+    def changed(self: Any, to: torch.Tensor, reply: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and reply.dim() == 2 and int(reply[2, 4]) == 1:
+            reply[2, 40] ^= 8
+        return returned(self, to, reply)
+
+    told = LogTexts()
+    logging.getLogger("gradwire").addHandler(told)
+    with fake_gpu(), mock.patch.object(StagedTransport, "_returned", changed):
+        parameters = parameters_of({"w": (60, 400)}, True)
+        link = gw.Link(parameters.items(), "QSGD()", seed=4, lanes=1)
+        for _ in range(2):
+            parameters["w"].grad = there(torch.ones(60, 400))
+            link.reduce_()
+        dist.barrier()
+        link.close()
+    logging.getLogger("gradwire").removeHandler(told)
+    return str(link.error), told.texts
+
+
+def test_an_error_of_the_last_round_is_told_when_the_link_is_closed() -> None:
+    with fresh_ranks(3, group_timeout_s=20) as ranks:
+        error, texts = ranks(closed)[1]
+    assert "payload from rank 2" in error
+    assert [text for text in texts if "payload from rank 2" in text] == texts[-1:]
 
 
 def checked() -> str:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.drivers import Device, HostDevice, Lane, Meter, Traffic, dense_bytes
@@ -17,6 +17,13 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.link.diagnostics import Diagnostics, Judge
 from gradwire.link.failures import Failures, WarnOnce
 from gradwire.link.peers.circle import Circle
+
+
+class Unread(Protocol):
+    """A round whose checks have been enqueued on a device."""
+
+    def look(self, *, wait: bool = False) -> None:
+        """Read them if the device has finished them; with ``wait``, wait until it has."""
 
 
 class LinkRuntime:
@@ -51,6 +58,7 @@ class LinkRuntime:
         warnings: Warnings of the link.
         gauges: Numbers that the method reports of its rounds.
         link_cost: Cost of a message; None if the method does not use it.
+        unread: The round whose checks on a device have not been read; None: there is none.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class LinkRuntime:
         self.round = self.rounds_here = self.skipped_rounds = 0
         self.memory, self.gauges = Memory(self._room), Gauges()
         self.link_cost: LinkCost | None = None
+        self.unread: Unread | None = None
         self.failures = Failures(circle, lanes)
         self.diagnostics, self.warnings = diagnostics, warnings or WarnOnce()
         self.grad_scaler = grad_scaler
@@ -92,7 +101,18 @@ class LinkRuntime:
         self.failures.connect(circle, lanes)
 
     def close(self) -> None:
-        """End the lanes, and tell the other ranks before they see that connections end."""
+        """Read the checks that are left, end the lanes, and tell the other ranks before they see that connections end.
+
+        A payload of the last round that changed on its way to a device is logged here, since no round follows that
+        would be refused.
+        """
+        unread, self.unread = self.unread, None
+        # After an error the device may wait for ranks that are gone.
+        broken = self.failures.error is not None or self.failures.circle.lost()
+        if unread is not None and not broken:
+            unread.look(wait=True)
+            if self.failures.error is not None:
+                self.warnings.here("last round", f"this link was closed after an error: {self.failures.error}")
         close_threads(self.lanes, self.failures.circle)
 
     def count(self, numel: int) -> None:

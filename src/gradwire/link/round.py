@@ -148,11 +148,12 @@ class Round:
         if self._finishing is not None:
             self._finishing.wait()
 
-    def look(self) -> None:
-        """Read the checks of the round on a device, if it has finished them, without waiting."""
+    def look(self, *, wait: bool = False) -> None:
+        """Read the checks of the round on a device, if it has finished them; with ``wait``, wait until it has."""
+        # A link that is collected is closed on any thread, also on one that ends its round.
         if self._settling.acquire(blocking=False):
             try:
-                if self._verdict is not None and self._verdict.reached():
+                if self._verdict is not None and (wait or self._verdict.reached()):
                     self._read_verdict()
             except GradwireError:
                 pass  # it is recorded as the link's error
@@ -166,6 +167,7 @@ class Round:
             return
         with self._settling:
             self._verdict = Verdict(self.runtime.device, self._finite, checks)
+            self.runtime.unread = self
             if plan.finishes:
                 self._read_verdict()
 
@@ -173,6 +175,7 @@ class Round:
         verdict, self._verdict = self._verdict, None
         if verdict is None or self._latest is None:
             return
+        self.runtime.unread = None
         try:
             finite = verdict.read()
         except GradwireError as error:
