@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from weight_cases import DTYPES, any_bits, copies, files, manifest, nudge, octets, same, weights, zeros
 
 import gradwire as gw
+from gradwire.publish.chunks import in_parallel
 
 
 def test_readers_hold_every_byte_of_each_step(tmp_path: Path) -> None:
@@ -362,3 +364,29 @@ def test_two_publishers_in_one_place_do_not_mix(tmp_path: Path) -> None:
         first.publish(2)
     served = zeros(trained)
     assert gw.WeightSubscriber(served, tmp_path).update() == 1
+
+
+def test_threads_work_on_the_streams_of_who_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on the default streams, which do not wait for a step that runs on another one."""
+    current = threading.local()
+
+    def on(number: int) -> str:
+        return getattr(current, "streams", {}).get(number, f"default {number}")
+
+    def enter(stream: str) -> None:
+        number = int(stream.split()[1])
+        assert stream != f"default {number}", "setting it would make a context on that GPU"
+        current.streams = {**getattr(current, "streams", {}), number: stream}
+
+    for name, function in {
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "current_stream": on,
+        "default_stream": lambda number: f"default {number}",
+        "set_stream": enter,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    enter("training 1")
+    found = in_parallel(lambda item: (threading.current_thread().name, on(0), on(1)), range(8), 3)
+    assert {(first, second) for _, first, second in found} == {("default 0", "training 1")}
+    assert all(name.startswith("gradwire-publish") for name, _, _ in found)

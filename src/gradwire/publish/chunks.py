@@ -57,11 +57,28 @@ class EncodedChunk:
 
 
 def in_parallel(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
-    """Return the results of ``work`` on each item, in order, computed by some threads."""
+    """Return the results of ``work`` on each item, in order, computed by some threads.
+
+    On a GPU they work on the caller's streams, so that they read what the caller's step has written.
+    """
     if threads < 2 or len(items) < 2:
         return [work(item) for item in items]
-    with ThreadPoolExecutor(min(threads, len(items)), "gradwire-publish") as pool:
+    with ThreadPoolExecutor(min(threads, len(items)), "gradwire-publish", _work_on, (_streams(),)) as pool:
         return list(pool.map(work, items))
+
+
+def _streams() -> list[torch.cuda.Stream]:
+    """Return this thread's current streams of GPUs, without the default ones, on which every thread begins."""
+    if not torch.cuda.is_initialized():
+        return []
+    devices = range(torch.cuda.device_count())
+    pairs = [(torch.cuda.current_stream(number), torch.cuda.default_stream(number)) for number in devices]
+    return [current for current, default in pairs if current != default]
+
+
+def _work_on(streams: Iterable[torch.cuda.Stream]) -> None:
+    for stream in streams:
+        torch.cuda.set_stream(stream)
 
 
 def add_sum(sums: dict[int, int], tensor: int, value: int) -> None:
