@@ -83,6 +83,7 @@ ON_DEVICE = [
     *("signsgd", "signum", "qsgdmaxnorm", "QSGDMaxNorm(block_size=256)", "p_quantisation"),
     *("diana", "DIANA(compressor=QSGDinf(), momentum=0.9)", "dqgd"),
     *("TernGrad(share_scaler=False)", "PQuantisation(p=1)", "DRIVE()", "EDEN(bits=3)"),
+    "EDEN(bits=0.5, spacing='uniform')",
 ]
 
 

@@ -71,9 +71,10 @@ class RotatedLevelCodec(OwnRotationCodec):
         norms = self.norms(flat)
         norm, kept = norms.norm, self._round(flat, norms.factor, draw, out)
         lost = norms.usable & (kept == 0)
-        if self._may_vanish and bool(lost.any()):
-            # Every coordinate is nearer to zero than to the next level. Some are at least 1 in magnitude, since their
-            # mean square is 1: multiplied by that level they are beyond the border, which is half of it.
+        # A thread that reads from a device waits for it. So all are rounded again there, those that are not lost alike.
+        if self._may_vanish and (flat.device.type != "cpu" or bool(lost.any())):
+            # Every coordinate of a lost block is nearer to zero than to the next level. Some are at least 1 in
+            # magnitude, since their mean square is 1: multiplied by that level they are beyond the border, half of it.
             stretch = torch.where(lost, float(self.grid.values[self.grid.positive + 1]), 1.0)
             kept, norm = self._round(flat, norms.factor * stretch, draw, out), norm * stretch
         self.write_scales(
