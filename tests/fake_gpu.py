@@ -461,6 +461,7 @@ def fake_gpu() -> Iterator[FakeGPU]:
     with (
         mock.patch("gradwire.link.site.one_device", return_value=WHERE),
         mock.patch("gradwire.link.site.device_of", return_value=gpu),
+        mock.patch("gradwire.exchange.planning.placement.get_kernels", served),
         mock.patch("gradwire.exchange.planning.planner.get_kernels", served),
         mock.patch("gradwire.exchange.wire.header.device_checksums", device_checksums),
         mock.patch("gradwire.exchange.wire.small_values.device_checksums", device_checksums),

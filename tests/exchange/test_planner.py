@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.exchange.planning import Options, Planner, dense_names
+from gradwire.exchange.planning import Options, Planner, dense_names, place_kernels
 from gradwire.exchange.protocols.bucket_plan import DENSE_TAG, SectionPlan
 from gradwire.kernels import get_kernels
 
@@ -29,6 +29,20 @@ def test_parameters_below_the_least_size_and_those_that_are_excluded_are_dense()
     assert dense_names(SIZES, two, method) == {"weight", "head.weight", "head.bias"}
     with pytest.raises(gw.HyperparameterError, match=r"'heads\.\*' matches no parameter; did you mean 'head"):
         dense_names(SIZES, Options(exclude=("heads.*",)), method)
+
+
+def test_without_triton_auto_takes_main_memory_where_kernels_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise gw.BackendError(f"kernel backend {name!r} needs triton")
+
+    monkeypatch.setattr("gradwire.exchange.planning.placement.get_kernels", refuse)
+    gpu, ternary, cast = torch.device("cuda", 0), gw.method("terngrad"), gw.method("bf16")
+    placed = place_kernels([ternary], "auto", gpu)
+    assert not placed.on_device
+    assert "needs triton" in placed.reason
+    assert place_kernels([cast], "auto", gpu).on_device, "a cast needs no kernel"
+    with pytest.raises(gw.BackendError, match="cannot serve parameters on cuda:0: kernel backend 'triton' needs"):
+        place_kernels([ternary], "triton", gpu)
 
 
 def test_so_many_rounds_are_dense() -> None:

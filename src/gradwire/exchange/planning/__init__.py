@@ -13,14 +13,8 @@ from gradwire.exchange.planning.options import (
     dense_names,
     refuse_scatter,
 )
-from gradwire.exchange.planning.planner import (
-    Placement,
-    Planner,
-    measure_coders,
-    one_way_bytes,
-    own_buckets,
-    place_kernels,
-)
+from gradwire.exchange.planning.placement import Placement, place_kernels
+from gradwire.exchange.planning.planner import Planner, measure_coders, one_way_bytes, own_buckets
 from gradwire.exchange.protocols import REDUCE_SCATTER
 
 __all__ = [
