@@ -15,7 +15,7 @@ from small_graphs import CLASSES, FEATURES, parts_of, random_graph
 from torch.nn import functional as F
 
 import gradwire as gw
-from gradwire.graphs import GAT, GCN, GraphNetwork, GraphSAGE, forward_together
+from gradwire.graphs import GAT, GCN, GraphNetwork, GraphSAGE, extended, forward_together
 from ranks import Ranks
 
 WORKERS, STEPS = 3, 4
@@ -194,6 +194,14 @@ def test_a_simulation_needs_all_boundaries_in_order() -> None:
     for wrong in (boundaries[:2], boundaries[::-1], []):
         with pytest.raises(gw.IncompatibleError, match="of all workers"):
             gw.SimulatedHaloLink(wrong, "fp32")
+
+
+def test_rows_outside_of_main_memory_are_refused_by_name() -> None:
+    parts = parts_of(random_graph(), 3)
+    halo = gw.SimulatedHaloLink([part.boundary for part in parts], "fp32")
+    # No device is needed to be on another one.
+    with pytest.raises(gw.IncompatibleError, match="the rows of layer 1 are on meta, and halos are exchanged in main"):
+        extended(halo, 1, [torch.zeros(len(part.own), 2, device="meta") for part in parts])
 
 
 @pytest.mark.parametrize("spec", ["fp32", "CDFGNN(tolerance=0.2)"])
