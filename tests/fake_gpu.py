@@ -403,7 +403,7 @@ class FakeGPU(Device):
 class _OnDevice:
     """The loops of the backend ``cpu`` for tensors of the device, and for no others: as kernels of Triton have it."""
 
-    name, compiles, coders = "triton", False, "reference"
+    name, compiles_for, coders = "triton", "", "reference"
 
     def family(self, name: str) -> Any:
         inner = get_kernels("cpu")._backend.family(name)

@@ -24,7 +24,7 @@ class CopiedThere:
     So addresses are aligned there as they are in main memory.
     """
 
-    name, compiles, coders = "triton", False, "reference"
+    name, compiles_for, coders = "triton", "", "reference"
 
     def family(self, name: str) -> Any:
         module = triton_module(name)

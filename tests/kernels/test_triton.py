@@ -284,10 +284,14 @@ def test_families_are_compiled_ahead_on_the_device(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launching, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("gradwire.kernels.api.cache_folder", lambda: None)
     compared: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(TritonBackend, "difference", lambda _, *what: compared.append(what))
-    kernels = Kernels(TritonBackend(reference()))
+    backend = TritonBackend(reference())
+    assert backend.compiles_for == "triton GPU 3 (sm_90)"
+    kernels = Kernels(backend)
     kernels.warm_up(SERVED)
     assert compared == [(family, torch.device("cuda", 3)) for family in SERVED]
     with pytest.raises(BackendError, match="no kernels of the family 'sketch'"):

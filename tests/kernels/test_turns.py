@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gradwire.kernels import Kernels
 from gradwire.kernels import compiling as turns
 from gradwire.kernels.compiling import in_turn, machine_name, write_times
 from gradwire.kernels.numba_core import storing
@@ -75,6 +76,30 @@ def test_a_part_that_was_compiled_is_loaded_without_a_lock(tmp_path: Path, monke
     monkeypatch.setattr(turns.fcntl, "flock", lambda *_: pytest.fail("a lock was taken"))
     in_turn(["a"], done.append, tmp_path)
     assert done == ["a", "a"]
+
+
+def test_what_was_compiled_for_one_target_is_no_record_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else processes that start together later would all compile the other's, without a lock."""
+
+    class Target:
+        name, coders = "some", "auto"
+
+        def __init__(self, compiles_for: str) -> None:
+            self.compiles_for = compiles_for
+
+        def warm_up(self, name: str) -> None:
+            """Compile nothing."""
+
+    monkeypatch.setattr("gradwire.kernels.api.cache_folder", lambda: tmp_path)
+    for target in ("cpu", "triton GPU 3 (sm_90)", "triton GPU 5 (sm_90)"):
+        Kernels(Target(target)).warm_up(["shifts"])  # type: ignore[arg-type]
+    assert sorted(path.stem for path in tmp_path.glob("*.compiled")) == [
+        "gradwire-cpu_shifts",
+        "gradwire-triton_gpu_3__sm_90__shifts",
+        "gradwire-triton_gpu_5__sm_90__shifts",
+    ]
 
 
 def test_other_sources_are_compiled_under_the_lock_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

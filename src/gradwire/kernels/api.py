@@ -42,8 +42,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def compiles(self) -> bool:
-        """True if families are compiled before their first call."""
+    def compiles_for(self) -> str:
+        """Name of the target that families are compiled for before their first call; empty if they are not compiled."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class Backend(Protocol):
         ...
 
     def warm_up(self, name: str) -> object:
-        """Compile a family, or load it, where :attr:`compiles` is True."""
+        """Compile a family, or load it, where :attr:`compiles_for` is not empty."""
         ...
 
     def measure(self, name: str) -> object:
@@ -94,11 +94,13 @@ class Kernels(Operations):
         Raises:
             HyperparameterError: there is no such family or coder.
         """
-        wanted = known_families(families)
-        if not self._backend.compiles:
+        wanted, backend = known_families(families), self._backend
+        if not backend.compiles_for:
             return 0.0
+        # What one backend has compiled of a family is of no use to another.
+        names = {f"{backend.coders if name in CODERS else backend.compiles_for} {name}": name for name in wanted}
         with compile_time() as spent:
-            in_turn(wanted, self._warm_up_one, cache_folder())
+            in_turn(list(names), lambda part: self._warm_up_one(names[part]), cache_folder())
         return spent.seconds
 
     def measure(self, families: Sequence[str] = FAMILIES) -> None:

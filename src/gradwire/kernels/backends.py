@@ -69,8 +69,6 @@ class Automatic:
         file: File in which times are stored, by default in Numba's cache directory; None: times are not stored.
     """
 
-    compiles = True
-
     def __init__(
         self,
         backends: Mapping[str, Backend],
@@ -88,6 +86,11 @@ class Automatic:
     def name(self) -> str:
         """The name of the backend in use: ``cpu-plain`` once explicit vectors have failed, else ``cpu``."""
         return PLAIN if self._only_plain else FASTEST
+
+    @property
+    def compiles_for(self) -> str:
+        """The backend that families are compiled of."""
+        return self.name
 
     @property
     def coders(self) -> str:
@@ -184,7 +187,7 @@ class Functions:
         find: Returns the namespace, such as a module, that holds the functions of a family.
     """
 
-    compiles, coders = False, "reference"
+    compiles_for, coders = "", "reference"
 
     def __init__(self, name: str, find: Callable[[str], Family]) -> None:
         self.name, self.family = name, find
@@ -207,8 +210,6 @@ class CompiledLoops:
         BackendError: numba is not installed, or its compiler is switched off.
     """
 
-    compiles = True
-
     def __init__(self, simd: bool, threads: int) -> None:
         try:
             # Imported here: Numba takes half a second to import, and the other backends do not need it.
@@ -219,6 +220,7 @@ class CompiledLoops:
         except ImportError as error:
             raise BackendError(f"kernel backend 'cpu' needs numba ({error}): pip install 'numba>=0.61'") from error
         self.name, self.coders = ("cpu", "auto") if simd else ("cpu-plain", "cpu-plain")
+        self.compiles_for = self.name
         self._simd, self._threads, self._families = simd, threads, dict[str, Family]()
 
     def family(self, name: str) -> Family:
@@ -237,7 +239,7 @@ class CompiledLoops:
 class Nothing:
     """A backend that computes nothing and leaves every output unchanged, for dry runs on ``meta`` tensors."""
 
-    name, compiles, coders = "meta", False, "reference"
+    name, compiles_for, coders = "meta", "", "reference"
 
     def family(self, name: str) -> Family:
         return self

@@ -213,7 +213,7 @@ def _locked(folder: Path | None, part: str, patient: bool) -> Iterator[bool]:
     if folder is None or fcntl is None:
         yield True
         return
-    stem = f"gradwire-{re.sub(r'[^a-z0-9_]', '_', part)}"
+    stem = f"gradwire-{re.sub(r'[^a-z0-9_]', '_', part.lower())}"
     done, mark = folder / f"{stem}.compiled", f"{machine_name()} {source_digest()}"
     if _holds(done, mark):
         yield True

@@ -37,7 +37,7 @@ class TritonBackend:
         BackendError: Triton is not installed, or there is neither a CUDA device nor the interpreter.
     """
 
-    name, compiles, coders = "triton", True, "auto"
+    name, coders = "triton", "auto"
 
     def __init__(self, reference: Backend) -> None:
         try:
@@ -77,8 +77,15 @@ class TritonBackend:
             BackendError: its kernels cannot run there, or give other bits.
         """
         self.family(name)
-        here = torch.device("cpu") if self.interpreted else torch.device("cuda", torch.cuda.current_device())
-        self.verify(name, here)
+        self.verify(name, self._here())
+
+    @property
+    def compiles_for(self) -> str:
+        """Triton, and the name of the current device."""
+        return f"triton {device_name(self._here())}"
+
+    def _here(self) -> torch.device:
+        return torch.device("cpu") if self.interpreted else torch.device("cuda", torch.cuda.current_device())
 
     def measure(self, name: str) -> None:
         """Measure nothing: there is one variant."""
@@ -137,7 +144,7 @@ class _Verified:
 class _OnDevice:
     """A backend of one module, whose functions get copies on a device of tensors in CPU memory."""
 
-    name, compiles, coders = "triton", False, "reference"
+    name, compiles_for, coders = "triton", "", "reference"
 
     def __init__(self, module: Family, device: torch.device) -> None:
         self._module, self._device = module, device
