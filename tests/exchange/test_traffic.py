@@ -131,7 +131,9 @@ def test_factor_and_bits_of_what_was_sent() -> None:
     traffic = Traffic(sent_bytes=500, received_bytes=1, dense_bytes=4000, elements=1000, rounds=1)
     assert traffic.compression_factor == 8.0
     assert traffic.bits_per_element == 4.0
-    assert Traffic().compression_factor == 1.0
+    for nothing_to_compare in (Traffic(), Traffic(sent_bytes=1), Traffic(dense_bytes=1)):
+        assert nothing_to_compare.compression_factor == 1.0
+        assert nothing_to_compare.bits_per_element == 32.0
 
 
 @pytest.mark.parametrize(

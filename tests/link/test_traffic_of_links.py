@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.graphs import Boundary
+from gradwire.link.diagnostics import Diagnostics
+from gradwire.link.link_runtime import LinkRuntime
 from ranks import Ranks
 
 HEADER, CHECKSUM, LENGTH = 32, 8, 8
@@ -180,6 +183,22 @@ def test_a_simulation_counts_its_own_rounds_alone() -> None:
 
 
 # ---------------------------------------------------------------------- buffers
+
+
+def circle(ranks: int) -> Any:
+    """Return as much of a circle as a runtime without lanes asks for."""
+    return SimpleNamespace(place=0, world_size=ranks, ranks=tuple(range(ranks)), break_by=lambda method: None)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (8, 2, 3)])
+def test_rounds_before_a_change_of_members_keep_their_dense_bytes(sizes: Sequence[int]) -> None:
+    runtime = LinkRuntime([], circle(sizes[0]), Diagnostics(), grad_scaler=None, check=False)
+    for ranks in sizes:
+        runtime.connect([], circle(ranks), None)
+        runtime.count(ELEMENTS)
+    found = runtime.traffic(0)
+    assert found.dense_bytes == sum(ring(FLOATS, ranks) for ranks in sizes)
+    assert found.elements == len(sizes) * ELEMENTS
 
 
 class Normed(nn.Module):

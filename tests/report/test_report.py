@@ -92,6 +92,14 @@ def test_more_bytes_than_float32_are_called_more(tmp_path: Path) -> None:
     assert "sends 6 kB: more, " in paragraph(tmp_path, sent_bytes=4000)
 
 
+def test_bytes_without_a_dense_equivalent_are_not_called_nothing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "b", TERNGRAD, name="alone at last", sent_bytes=250)
+    rows = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(re.sub(r'"dense_bytes": \d+', '"dense_bytes": 0', rows))
+    runs = load_runs([write_run(tmp_path / "a"), folder])
+    assert verdict(runs[1], runs[0]).startswith("Each worker sent 500 B. ")
+
+
 @pytest.mark.parametrize(
     ("step_time_s", "end"),
     [

@@ -90,7 +90,7 @@ class LinkRuntime:
         self._past: list[Meter] = []
         self.connect(lanes, circle, judge)
         self._lock = threading.Lock()
-        self._elements = 0
+        self._elements: Counter[int] = Counter()
         self._spaces: weakref.WeakKeyDictionary[BucketPlan, dict[int | None, Workspace]] = weakref.WeakKeyDictionary()
 
     def connect(self, lanes: Sequence[Lane], circle: Circle, judge: Judge | None) -> None:
@@ -118,7 +118,7 @@ class LinkRuntime:
     def count(self, numel: int) -> None:
         """Count elements of a step, exchanged or not."""
         with self._lock:
-            self._elements += numel
+            self._elements[self.world_size] += numel
 
     def next_round(self) -> None:
         """Count a round whose buckets have all been started."""
@@ -144,11 +144,14 @@ class LinkRuntime:
     def traffic(self, buffer_bytes: int) -> Traffic:
         """Return the bytes that this rank sent and received so far."""
         meters = self._meters()
+        with self._lock:
+            elements = dict(self._elements)
         return Traffic(
             sent_bytes=sum(m.sent_bytes for m in meters),
             received_bytes=sum(m.received_bytes for m in meters),
-            dense_bytes=dense_bytes(self._elements, self.world_size, self._passes),
-            elements=self._elements,
+            # Members come and go, and a rank sends another share of its gradient among another number of ranks.
+            dense_bytes=sum(dense_bytes(numel, ranks, self._passes) for ranks, numel in elements.items()),
+            elements=sum(elements.values()),
             rounds=self.rounds_here,
             buffer_bytes=buffer_bytes,
             sent_to=dict(sum((m.sent_to for m in meters), Counter())),

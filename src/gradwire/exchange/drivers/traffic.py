@@ -35,7 +35,8 @@ class Traffic:
         sent_bytes: Bytes that this rank sent, computed from the known algorithm of each collective.
         received_bytes: Bytes that this rank received.
         dense_bytes: Bytes that a float32 ring all-reduce of the same gradients would have sent, or a ring
-            reduce-scatter if each rank receives only its shard.
+            reduce-scatter if each rank receives only its shard. Each round counts with the number of ranks that
+            exchanged it.
         elements: Gradient elements exchanged, summed over rounds.
         rounds: Number of synchronised backward passes.
         buffer_bytes: Bytes that this rank sent in DDP's own broadcasts of module buffers (batch norm's running
@@ -57,8 +58,8 @@ class Traffic:
 
     @property
     def compression_factor(self) -> float:
-        """Bytes before divided by bytes after; 1.0 if nothing was sent."""
-        return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+        """Bytes before divided by bytes after; 1.0 if either is zero, as for a rank that is alone."""
+        return self.dense_bytes / self.sent_bytes if self.sent_bytes and self.dense_bytes else 1.0
 
     @property
     def bits_per_element(self) -> float:

@@ -133,8 +133,10 @@ def _no_measure(base: Run) -> str | None:
 
 
 def _bytes(numbers: RunSummary) -> str:
-    if not numbers.compression_factor or numbers.bits_per_element is None:
+    if not numbers.sent_bytes:
         return "It sent nothing."
+    if not numbers.compression_factor or numbers.bits_per_element is None:
+        return f"Each worker sent {bytes_text(numbers.sent_bytes)}."
     times = f"{numbers.compression_factor:.1f} times less" if numbers.compression_factor >= 1 else "more"
     return (
         f"Each worker sent {bytes_text(numbers.sent_bytes)} where a float32 all-reduce sends "
