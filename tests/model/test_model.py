@@ -127,6 +127,21 @@ def test_a_rehearsal_sends_what_a_simulated_link_counts() -> None:
     assert exchange.sent_bytes == counted
 
 
+@pytest.mark.parametrize("spec", ["coded", "gtopk", "Coded(QSGD(levels=1, block_size=None))"])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_a_rehearsal_of_lengths_that_depend_on_data_has_peers_of_its_own(spec: str, world_size: int) -> None:
+    """Sums of N copies of one payload have fewer values, and a rank may receive where it sends nothing."""
+    numel = 1 << 14
+    link = gw.SimulatedLink([("w", torch.empty(128, 128))], spec, world_size)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        link.reduce_(torch.randn(world_size, numel, generator=generator))
+    counted = link.traffic().sent_bytes / 4
+    bucket = ReadyBucket(names=("w",), numel=numel, ready_s=0.0)
+    tensors = {"w": torch.empty(128, 128, device="meta")}
+    assert exchange_of(spec, tensors, [bucket], world_size, repeats=1).sent_bytes == pytest.approx(counted, rel=0.03)
+
+
 def test_ddp_alone_is_the_sum_without_work() -> None:
     known = profile()
     exchange = exchange_of("fp32", known.tensors(), known.timeline.buckets, 4, repeats=1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean, median
 from typing import Any, TypeVar
 
@@ -103,13 +104,16 @@ class Stage:
 
 
 class LocalProfiler:
-    """Runs rounds of one rank without a group, with its own payloads as replies.
+    """Runs rounds of rank 0 without a group, with its own payloads as replies where those of others have as many bytes.
 
-    Control flow never depends on values, so that the operations have the same bytes as on a real group.
+    Control flow never depends on values, but lengths of rows may. A sum of N copies of one payload has fewer values
+    than one of N payloads, so that a coder finds less in it, and a rank that sends nothing in an operation has no
+    payload of its own to receive. In these cases the other ranks are run, too, one after the other, up to the rows that
+    they send to this one. This is done once, not timed, and the timed rounds receive the same rows.
 
     Args:
         plan: A plan made with kernels that compute.
-        flat: A bucket of gradients or similar values; not changed.
+        flat: A bucket of gradients or similar values; not changed. Other ranks have the same values at other elements.
         link: Cost of a message, for methods whose payloads depend on it.
         period: See :class:`gradwire.Traits`.
     """
@@ -125,6 +129,8 @@ class LocalProfiler:
         # can also receive. Rounds that alternate have no such broadcasts, and follow one another.
         self._work, self._round = torch.empty_like(flat), LATE_ROUND - LATE_ROUND % world_size
         self._apart = world_size if period == 1 else 1
+        self._period = period
+        self._rows: dict[tuple[int, int, int | None, int], list[torch.Tensor]] = {}
 
     def play(self) -> list[list[Stage]]:
         """Run a round with one torch thread, as a worker does: with more threads, a cast waits for the pool.
@@ -138,18 +144,63 @@ class LocalProfiler:
             context = Context(
                 0, self._world_size, self._round, workspace=self._spaces[-1], memory=self._memory, link=self._link
             )
-            prepared, first = _timed(self._plan.prepare(context, self._work), self._world_size)
+            prepared, first = self._timed(self._plan.prepare(context, self._work), None)
             found = [first]
             for chunk in range(self._plan.chunks):
                 own = replace(context, chunk=chunk, workspace=self._spaces[chunk])
-                found.append(_timed(self._plan.run(own, self._work, prepared), self._world_size)[1])
+                found.append(self._timed(self._plan.run(own, self._work, prepared), chunk)[1])
             self._memory.commit()
             if self._plan.finishes:
                 # It runs in few rounds and beside the work after the step, which does not wait for it.
-                _timed(self._plan.finish(context), self._world_size)
+                _timed(self._plan.finish(context), self._world_size, lambda number, op: _echo(op, 0, self._world_size))
                 self._memory.commit()
         self._round += self._apart
         return found
+
+    def _timed(self, job: Exchange[T], chunk: int | None) -> tuple[T, list[Stage]]:
+        return _timed(job, self._world_size, partial(self._reply, 0, chunk))
+
+    def _reply(self, rank: int, chunk: int | None, number: int, op: Op) -> torch.Tensor:
+        """Return the reply to a rank's operation, the one with that number in a chunk (None: in the preparation)."""
+        # A rank to which the others send their rows, and that sends none, computes nothing of their values.
+        summed = isinstance(op, AllToAll) and op.lengths is not None and bool(op.lengths.any())
+        if (summed and rank == 0) or (isinstance(op, SendRecv) and op.to is None and op.source is not None):
+            return self._received(rank, chunk, number, op)
+        return _echo(op, rank, self._world_size)
+
+    def _received(self, rank: int, chunk: int | None, number: int, op: AllToAll | SendRecv) -> torch.Tensor:
+        place, ranks = _place(op, rank, self._world_size)
+        senders = [op.source or 0] if isinstance(op, SendRecv) else [r for r in range(len(ranks)) if r != place]
+        turn = self._round % self._period
+        if (turn, rank, chunk, number) not in self._rows:
+            for sender in senders:
+                for part, asked in self._asked(ranks[sender], chunk, number):
+                    self._rows.setdefault((turn, rank, part, number), []).append(_sent_row(asked, place))
+        rows = op.recv.view(-1, op.recv.shape[-1])
+        if isinstance(op, AllToAll):
+            rows[place].copy_(op.send[place])
+        for sender, row in zip(senders, self._rows[turn, rank, chunk, number]):
+            at = 0 if isinstance(op, SendRecv) else sender
+            rows[at, : len(row)].copy_(row)
+            if op.arrived is not None:
+                op.arrived[at] = len(row)
+        # The rows are of an earlier round.
+        pretend_senders(rows, senders[0] if isinstance(op, SendRecv) else 0, round=self._round)
+        return op.recv
+
+    def _asked(self, rank: int, chunk: int | None, number: int) -> Iterator[tuple[int | None, Op]]:
+        """Yield another rank's operation with that number, of its preparation or of each of its chunks."""
+        whole, shift = Workspace(), rank * max(1, self._flat.numel() // self._world_size)
+        work = self._flat.roll(shift)
+        context = Context(rank, self._world_size, self._round, workspace=whole, memory=Memory(), link=self._link)
+        job = self._plan.prepare(context, work)
+        if chunk is None:
+            yield None, _run_to(job, number, partial(self._reply, rank, None))
+            return
+        prepared = _run_out(job, partial(self._reply, rank, None))
+        for part in range(self._plan.chunks):
+            own = replace(context, chunk=part, workspace=Workspace(bucket=whole))
+            yield part, _run_to(self._plan.run(own, work, prepared), number, partial(self._reply, rank, part))
 
 
 def profile_locally(
@@ -203,7 +254,32 @@ def _mean(stages: Sequence[Stage]) -> Stage:
     )
 
 
-def _timed(generator: Exchange[T], world_size: int) -> tuple[T, list[Stage]]:
+Replies = Callable[[int, Op], torch.Tensor]
+"""Takes the number of an operation in its job, and the operation; returns the reply."""
+
+
+def _run_to(job: Exchange[Any], number: int, replies: Replies) -> Op:
+    """Run a job up to the operation with that number."""
+    op = next(job)
+    for before in range(number):
+        op = job.send(replies(before, op))
+    job.close()
+    return op
+
+
+def _run_out(job: Exchange[T], replies: Replies) -> T:
+    """Run a job to its end, and return its result."""
+    number = 0
+    try:
+        op = next(job)
+        while True:
+            op = job.send(replies(number, op))
+            number += 1
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+def _timed(generator: Exchange[T], world_size: int, replies: Replies) -> tuple[T, list[Stage]]:
     stages: list[Stage] = []
     started = time.perf_counter()
     try:
@@ -211,7 +287,7 @@ def _timed(generator: Exchange[T], world_size: int) -> tuple[T, list[Stage]]:
         while True:
             work_s = time.perf_counter() - started
             stages.append(Stage(work_s, *_shape(op, world_size), op.scope, op_delays(op, world_size)))
-            reply = _echo(op)
+            reply = replies(len(stages) - 1, op)
             started = time.perf_counter()
             op = generator.send(reply)
     except StopIteration as stop:
@@ -238,13 +314,27 @@ def _shape(op: Op, world_size: int) -> tuple[str, int, int, int]:
     return kind, sent, 1, others * (1 + told)
 
 
-def _echo(op: Op) -> torch.Tensor:
+def _place(op: Op, rank: int, world_size: int) -> tuple[int, Sequence[int]]:
+    """Return a rank's place among those that take part in its operation, and their numbers."""
+    return (rank, range(world_size)) if op.scope is None else (op.scope.place(rank)[0], op.scope.ranks(rank))
+
+
+def _sent_row(op: Op, to: int) -> torch.Tensor:
+    """Return a copy of the row that a rank sends to the one at a place."""
+    assert isinstance(op, AllToAll | SendRecv), "all ranks yield the same kinds of operations"
+    row, at = (op.send[to], to) if isinstance(op, AllToAll) else (op.send, 0)
+    return row[: len(row) if op.lengths is None else int(op.lengths[at])].clone()
+
+
+def _echo(op: Op, rank: int, world_size: int) -> torch.Tensor:
+    """Return a rank's own payload as if every rank had sent it."""
     if isinstance(op, Reduce | Broadcast):
         return op.value
-    own = op.send[0] if isinstance(op, AllToAll) else op.send
+    place, _ = _place(op, rank, world_size)
+    own = op.send[place] if isinstance(op, AllToAll) else op.send
     reply = op.recv.copy_(own.expand_as(op.recv))
     if isinstance(op, SendRecv):
-        pretend_senders(reply[None], first=op.source or 0, receiver=0)
+        pretend_senders(reply[None], first=op.source or 0, receiver=place)
     else:
         pretend_senders(reply)
     return reply

@@ -41,7 +41,7 @@ EVERYONE = 0xFFFF
 
 MAGIC = b"GW"
 _STRUCT = struct.Struct("<2sBBIHHIHHHH")
-_LENGTH_AT, _SENDER_AT, _RECEIVER_AT = 12, 16, 18
+_ROUND_AT, _LENGTH_AT, _SENDER_AT, _RECEIVER_AT = 4, 12, 16, 18
 _CHECKSUM_AT = _STRUCT.size
 
 
@@ -136,10 +136,11 @@ def check_rows(rows: torch.Tensor, expected: Header, receiver: int, first: int =
         )
 
 
-def pretend_senders(rows: torch.Tensor, first: int = 0, receiver: int | None = None) -> None:
+def pretend_senders(rows: torch.Tensor, first: int = 0, receiver: int | None = None, round: int | None = None) -> None:
     """Rewrite payloads of one rank as if row r came from rank ``first + r``, for simulated replies.
 
-    Payloads for a single rank are then for ``receiver``, if it is given. Rows that are not payloads do not change.
+    Payloads for a single rank are then for ``receiver``, and all are of ``round``, if these are given. Rows that are
+    not payloads do not change.
     """
     for sender, row in enumerate(rows.view(torch.uint8).numpy(), first):
         if row[: len(MAGIC)].tobytes() != MAGIC or len(row) < HEADER_BYTES:
@@ -149,6 +150,8 @@ def pretend_senders(rows: torch.Tensor, first: int = 0, receiver: int | None = N
         alone = payload[_RECEIVER_AT : _RECEIVER_AT + 2].tobytes() != EVERYONE.to_bytes(2, "little")
         if receiver is not None and alone:
             payload[_RECEIVER_AT : _RECEIVER_AT + 2] = np.frombuffer(receiver.to_bytes(2, "little"), np.uint8)
+        if round is not None:
+            payload[_ROUND_AT : _ROUND_AT + 4] = np.frombuffer((round & 0xFFFFFFFF).to_bytes(4, "little"), np.uint8)
         head = np.frombuffer(payload[:_CHECKSUM_AT].tobytes(), np.uint64)[None]
         payload[_CHECKSUM_AT:HEADER_BYTES] = checksums(head, payload[None, HEADER_BYTES:]).view(np.uint8)
 
