@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import gradwire as gw
+from gradwire.exchange.segments import Parameter, lay_out
 
 pytestmark = pytest.mark.ranks
 
@@ -49,6 +50,37 @@ def test_metrics_are_the_reports_in_numbers(three_ranks: Any, spec: str) -> None
         gauges = {name.removeprefix("gauge/"): v for name, v in found.items() if name.startswith("gauge/")}
         assert gauges == report["gauges"]
         assert bool(gauges) == (spec == "CAT()")
+
+
+def measured(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return the metrics of a link of one rank that measured these gradients and vectors sent, and the rows."""
+    link = gw.Link({str(i): torch.nn.Parameter(torch.zeros(len(g))) for i, (g, _) in enumerate(rows)}.items(), "fp32")
+    segments = lay_out([Parameter.of(str(i), g) for i, (g, _) in enumerate(rows)])
+    gradients, sent = (torch.cat(parts) for parts in zip(*rows))
+    link._runtime.diagnostics.measure(gradients, sent, segments, 0)
+    answer = link.metrics(), link.diagnostics()["parameters"]
+    link.close()
+    return answer
+
+
+def of_one_rank() -> list[tuple[dict[str, float], dict[str, dict[str, float]]]]:
+    one, four = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])
+    infinite = torch.tensor([math.inf, 1.0])
+    return [
+        measured([(one, four), (0 * one, one)]),
+        measured([(infinite, one), (one, one)]),
+        measured([(0 * one, one)]),
+    ]
+
+
+def test_errors_of_a_parameter_without_a_gradient_count_and_what_is_not_known_is_left_out(three_ranks: Any) -> None:
+    beside, infinite, zero = three_ranks(of_one_rank)[0]
+    # The first parameter lacks 3 of 5, and the second sends 5 of nothing.
+    assert beside[0]["relative_error"] == pytest.approx(math.sqrt(9 + 25) / 5)
+    assert infinite[0]["gradient_norm"] == math.inf
+    assert "relative_error" not in infinite[0]
+    assert math.isnan(infinite[1]["0"]["cosine"]), "it does not point the other way"
+    assert not {"gradient_norm", "relative_error"} & zero[0].keys()
 
 
 def profiled(all_threads: bool) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,6 +86,25 @@ def wait_report(
     return {"expected_rounds": expected, "measured_rounds": measured, "advice": told}
 
 
+def squares_of(rows: Iterable[Mapping[str, float]]) -> tuple[float, float]:
+    """Return |sent - gradient|^2 and |gradient|^2 over parameters, from a row of measurements of each.
+
+    The first is infinite if the vector sent is not finite.
+    """
+    off = gradient = 0.0
+    for row in rows:
+        square = row["gradient_norm"] ** 2
+        # If the gradient is zero, the relative error is the absolute one.
+        off += row["relative_error"] ** 2 * (square or 1.0)
+        gradient += square
+    return (math.inf if math.isnan(off) else off), gradient
+
+
+def _within_one(cosine: float) -> float:
+    """Return a cosine without what rounding adds to it; one that is not known stays NaN."""
+    return cosine if math.isnan(cosine) else min(1.0, max(-1.0, cosine))
+
+
 class Diagnostics:
     """Relative error and cosine of the vector that this rank sent to its gradient, by parameter and over all of them.
 
@@ -130,7 +149,7 @@ class Diagnostics:
             rows[s.parameter.name] = {
                 "round": round,
                 "relative_error": float((e - g).norm()) / norm if norm else other / scale,
-                "cosine": min(1.0, max(-1.0, product / both)) if both else float(norm == other),
+                "cosine": _within_one(product / both) if both else float(norm == other),
                 "density": int(e.count_nonzero()) / max(1, s.numel),
                 "gradient_norm": norm / scale,
                 "sent_norm": other / scale,
@@ -195,12 +214,9 @@ class Diagnostics:
         """
         with self._lock:
             rows = [row for row in self._rows.values() if row["round"] == round]
-        gradients = [row["gradient_norm"] ** 2 for row in rows]
-        # If the gradient is zero, the relative error is the absolute one.
-        off = sum(row["relative_error"] ** 2 * (square or 1.0) for row, square in zip(rows, gradients))
-        off = math.inf if math.isnan(off) else off
+        off, gradient = squares_of(rows)
         overflow = self._discounted == round or (self._scaled and not math.isfinite(off))
-        return off, math.nan if overflow else sum(gradients)
+        return off, math.nan if overflow else gradient
 
     def forget(self) -> None:
         """Drop all measurements, since rounds with these numbers come again."""

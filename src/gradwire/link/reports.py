@@ -11,7 +11,7 @@ import torch
 
 from gradwire.exchange.drivers import Trace, Traffic
 from gradwire.exchange.method import Method
-from gradwire.link.diagnostics import parameter_rows, wait_report
+from gradwire.link.diagnostics import parameter_rows, squares_of, wait_report
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.peers.circle import Wait
 from gradwire.link.round import Round
@@ -129,14 +129,14 @@ class LinkReports:
         Returns:
             Counters: ``rounds``, ``skipped_rounds``, ``sent_bytes``, ``received_bytes``, and the seconds ``encode_s``,
             ``wire_s`` and ``decode_s``. ``compression_factor`` and ``bits_per_element`` over all rounds, see
-            :class:`gradwire.Traffic`. For the last measured round, if there was one, ``gradient_norm`` and
-            ``relative_error``, over all measured parameters p with gradients :math:`g_p` and vectors sent by this rank
-            :math:`s_p`:
+            :class:`gradwire.Traffic`. For the last measured round, ``gradient_norm`` and ``relative_error``, over all
+            measured parameters p with gradients :math:`g_p` and vectors sent by this rank :math:`s_p`:
 
             .. math:: \sqrt{\textstyle\sum_p |g_p|^2}, \qquad
                       \sqrt{\textstyle\sum_p |s_p - g_p|^2 \big/ \sum_p |g_p|^2}
 
-            ``residual_norm``, likewise, if residuals are kept. ``gauge/NAME`` for each of :meth:`gauges`.
+            Both are left out if there was no such round or its gradient is zero or NaN, and the error if the gradient
+            is infinite. ``residual_norm``, likewise, if residuals are kept. ``gauge/NAME`` for each of :meth:`gauges`.
 
         Sinks for TensorBoard, Weights & Biases, MLflow and Prometheus are in ``gradwire.integrations``.
         """
@@ -145,11 +145,11 @@ class LinkReports:
         found |= {"sent_bytes": float(traffic.sent_bytes), "received_bytes": float(traffic.received_bytes)}
         found["compression_factor"] = traffic.compression_factor
         found["bits_per_element"] = traffic.bits_per_element
-        rows = list(report["parameters"].values())
-        norm = math.hypot(*(row["gradient_norm"] for row in rows))
-        if rows and norm > 0:
-            errors = (row["relative_error"] * row["gradient_norm"] for row in rows)
-            found |= {"gradient_norm": norm, "relative_error": math.hypot(*errors) / norm}
+        off, square = squares_of(report["parameters"].values())
+        if square > 0:
+            found["gradient_norm"] = math.sqrt(square)
+        if 0 < square < math.inf:
+            found["relative_error"] = math.sqrt(off / square)
         residual = self._runtime.memory.norm(self.method.traits.waiting)
         if residual is not None:
             found["residual_norm"] = residual
