@@ -12,10 +12,36 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.exchange.planning import Options, Planner
 from oracle import layers, square_loss
 from ranks import fresh_ranks, wait_until_watched
 
 pytestmark = pytest.mark.ranks
+
+NUMEL = 5000
+
+
+def sent_of(dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Return the bytes that one round of each method sends on this rank, and those that its planner counts."""
+    found = []
+    for spec in ("fp32", "bf16", "terngrad"):
+        parameter = nn.Parameter(torch.zeros(NUMEL, dtype=dtype))
+        link = gw.Link([("w", parameter)], spec, min_numel=0)
+        parameter.grad = torch.ones(NUMEL, dtype=dtype)
+        link.reduce_()
+        planner = Planner(gw.method(spec), {"w": parameter}, 3, Options(min_numel=0))
+        found.append((link.traffic().sent_bytes, planner.sent_bytes(["w"])))
+        link.close()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2), (torch.float64, 8)])
+def test_the_planner_counts_the_dtype_that_is_sent(three_ranks: Any, dtype: torch.dtype, width: int) -> None:
+    for rows in three_ranks(sent_of, dtype):
+        assert all(sent == counted for sent, counted in rows)
+        assert rows[0][0] == pytest.approx(4 * width * NUMEL / 3, abs=1), "fp32 keeps the dtype, as DDP does"
+        assert rows[1][0] == pytest.approx(4 * 2 * NUMEL / 3, abs=1)
+
 
 SMALL_BUCKETS_MB = 0.0163
 FINE = 98307.0

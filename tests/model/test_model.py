@@ -142,6 +142,27 @@ def test_a_rehearsal_of_lengths_that_depend_on_data_has_peers_of_its_own(spec: s
     assert exchange_of(spec, tensors, [bucket], world_size, repeats=1).sent_bytes == pytest.approx(counted, rel=0.03)
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1), (torch.float32, 2), (torch.float64, 4)])
+def test_gradients_travel_in_their_own_dtype_with_ddp_alone(dtype: torch.dtype, factor: int, tmp_path: Path) -> None:
+    """A cast to bfloat16 saves nothing of a model in bfloat16, and three quarters of one in float64."""
+    known = dataclasses.replace(profile(), dtypes=dict.fromkeys(SHAPES, dtype))
+    known.save(tmp_path / "profile.json")
+    assert Profile.read(tmp_path / "profile.json") == known
+    slow = LinkModel(bandwidth_bytes_per_s=1e6)
+    found, _ = forecast(known, ["bf16"], Scenario(hosts=4, link=slow), DEFAULT, repeats=1)
+    assert found[0].sent_bytes == factor * found[1].sent_bytes
+    assert (recommend(found)[0] == NOTHING) == (factor == 1)
+
+
+def test_profiles_without_dtypes_are_in_float32(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile().save(path)
+    record = json.loads(path.read_text())
+    del record["dtypes"]
+    path.write_text(json.dumps(record))
+    assert all(tensor.dtype == torch.float32 for tensor in Profile.read(path).tensors().values())
+
+
 def test_ddp_alone_is_the_sum_without_work() -> None:
     known = profile()
     exchange = exchange_of("fp32", known.tensors(), known.timeline.buckets, 4, repeats=1)

@@ -27,11 +27,14 @@ class Parameter:
 
     ``shape`` and ``stride`` describe the tensor; in a flat vector its elements are in *memory order*, which differs
     from the order of ``shape`` for ``channels_last`` parameters.
+
+    ``dtype`` is that of its gradient, which most methods convert to float32.
     """
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
     @property
     def numel(self) -> int:
@@ -41,7 +44,7 @@ class Parameter:
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Parameter:
         """Describe a tensor."""
-        return cls(name, tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def cut_into_shards(parameter: Parameter, shards: int) -> list[tuple[Parameter, 
     found = []
     for begin, end in pairwise(bounds):
         size = (*shape[:dim], end - begin, *shape[dim + 1 :]) if whole else (end - begin,)
-        part = Parameter(f"{parameter.name}[{begin}:{end}]", size, stride if whole else (1,))
+        part = Parameter(f"{parameter.name}[{begin}:{end}]", size, stride if whole else (1,), parameter.dtype)
         found.append((part, begin * each))
     return found
 

@@ -103,7 +103,7 @@ def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, r
         plan = planner.plan(names, 0)
         flat = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
         link, period = planner.options.link_cost, planner.method.traits.period
-        prepare, chunks = profile_locally(plan, flat, world_size, repeats, link=link, period=period)
+        prepare, chunks = profile_locally(plan, flat.to(plan.dtype), world_size, repeats, link=link, period=period)
         return BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous)
 
     if planner.joins_buckets and len(buckets) > 1:

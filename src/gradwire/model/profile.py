@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -90,11 +90,15 @@ class Recorder:
             a step then ends when the next forward begins after a synchronised backward. What comes before that
             backward, such as micro-batches under ``no_sync``, counts as forward; forwards without gradients belong to
             no step.
+
+    Attributes:
+        ignored: Names of parameters that the module does not exchange.
     """
 
     def __init__(self, module: Any, automatic: bool = False) -> None:
         inner: nn.Module = module.module
         self._names = {id(p): name for name, p in inner.named_parameters()}
+        self.ignored = frozenset(module.parameters_to_ignore)
         self._marks: list[float] = []
         self._buckets: list[tuple[float, tuple[str, ...], int]] = []
         self._steps: list[tuple[list[float], list[tuple[float, tuple[str, ...], int]]]] = []
@@ -170,6 +174,10 @@ class Recorder:
         return parts.scaled(whole_s) if parts.compute_s > 0 else parts
 
 
+FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+"""Dtypes of gradients, by the names that files of profiles have."""
+
+
 def _middle(values: Sequence[float]) -> float:
     return float(median(values))
 
@@ -182,11 +190,13 @@ class Profile:
         source: Name of the profiled task, model or script.
         parameters: Shape and stride of each parameter, by name.
         timeline: Timeline of a worker that is alone on its computer.
+        dtypes: Dtype of each parameter that is not in float32, by name.
     """
 
     source: str
     parameters: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     timeline: Timeline
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: str, module: nn.Module, recorder: Recorder) -> Profile:
@@ -196,13 +206,16 @@ class Profile:
             HyperparameterError: no step was measured, or not every parameter got a gradient.
         """
         timeline = recorder.timeline()
-        shapes = {n: (tuple(p.shape), p.stride()) for n, p in module.named_parameters() if p.requires_grad}
+        named = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        exchanged = {n: p for n, p in named if n not in recorder.ignored}
+        shapes = {n: (tuple(p.shape), p.stride()) for n, p in exchanged.items()}
+        dtypes = {n: p.dtype for n, p in exchanged.items() if p.dtype != torch.float32}
         if timeline is None:
             raise HyperparameterError(f"{source}: no step was measured; it must take at least two backward passes")
         missing = set(shapes) - {name for bucket in timeline.buckets for name in bucket.names}
         if missing:
             raise HyperparameterError(f"{source}: parameter {min(missing)!r} was in no bucket of the last step")
-        return cls(source=source, parameters=shapes, timeline=timeline)
+        return cls(source=source, parameters=shapes, timeline=timeline, dtypes=dtypes)
 
     @property
     def numel(self) -> int:
@@ -210,14 +223,20 @@ class Profile:
         return self.timeline.numel
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return ``meta`` tensors with the shapes and strides of the parameters."""
+        """Return ``meta`` tensors with the shapes, strides and dtypes of the parameters."""
         return {
-            name: torch.empty_strided(shape, stride, device="meta") for name, (shape, stride) in self.parameters.items()
+            name: torch.empty_strided(shape, stride, dtype=self.dtypes.get(name, torch.float32), device="meta")
+            for name, (shape, stride) in self.parameters.items()
         }
 
     def save(self, path: Path) -> None:
         """Write the profile to a file."""
-        record = {"source": self.source, "parameters": self.parameters, "timeline": self.timeline.to_json()}
+        record = {
+            "source": self.source,
+            "parameters": self.parameters,
+            "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
+            "timeline": self.timeline.to_json(),
+        }
         path.write_text(json.dumps(record) + "\n")
 
     @classmethod
@@ -233,8 +252,10 @@ class Profile:
             found: Mapping[str, Any] = json.loads(path.read_text())
             shapes = {n: (tuple(shape), tuple(stride)) for n, (shape, stride) in found["parameters"].items()}
             timeline = Timeline.from_json(found["timeline"])
+            # Profiles of earlier versions have none.
+            dtypes = {name: FLOATS[told] for name, told in found.get("dtypes", {}).items()}
             if not timeline.compute_s > 0:
                 raise ValueError("its step takes no time")
-            return cls(source=found["source"], parameters=shapes, timeline=timeline)
+            return cls(source=found["source"], parameters=shapes, timeline=timeline, dtypes=dtypes)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise HyperparameterError(f"{path} holds no profile: {type(error).__name__}: {error}") from None

@@ -151,7 +151,7 @@ class _Step:
         """Run all jobs in the order of their submission, which no job's wait breaks: it waits for earlier ones."""
         end = self._start
         for bucket, (plan, numel) in enumerate(self._buckets):
-            flat = torch.empty(numel, dtype=torch.float32, device="meta")
+            flat = torch.empty(numel, dtype=plan.dtype, device="meta")
             own = [
                 Context(rank, self._world_size, self._round, bucket, workspace=Workspace("meta"))
                 for rank in self._ranks

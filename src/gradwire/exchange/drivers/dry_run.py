@@ -38,7 +38,7 @@ def dry_run(
             rounded up.
     """
     meter = Meter(rank)
-    flat = torch.empty(numel, dtype=torch.float32, device="meta")
+    flat = torch.empty(numel, dtype=plan.dtype, device="meta")
     for number in range(round + 1 - period, round + 1):
         context = Context(rank, world_size, number, workspace=Workspace("meta"))
         _drive(plan.whole(context, flat), world_size, meter)

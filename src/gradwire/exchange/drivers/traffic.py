@@ -162,6 +162,14 @@ class Meter:
         self.wire_s = 0.0
         self.decode_s = 0.0
 
+    def include(self, other: Meter) -> None:
+        """Add the bytes that another meter has counted."""
+        self.sent_bytes += other.sent_bytes
+        self.received_bytes += other.received_bytes
+        self.ring_bytes += other.ring_bytes
+        self.sent_to.update(other.sent_to)
+        self.sent_within.update(other.sent_within)
+
     def bytes_of(self, op: Op, world_size: int) -> tuple[int, int]:
         """Return the bytes that this rank sends and receives for an operation."""
         return op_bytes(op, world_size, self.rank, self.keyed_bytes)

@@ -56,6 +56,7 @@ class BucketPlan(ABC):
         asynchronous: True if there is nothing to prepare, and each chunk is one collective with local arithmetic before
             and after. So it may start on the thread that passes the bucket and end on the one that receives the reply.
         keeps_dtype: True if the bucket is exchanged in its own dtype; otherwise it is in float32.
+        dtype: The dtype in which the bucket is exchanged, if it has that of its parameters.
         finishes: True if :meth:`finish` must run at the end of a round.
     """
 
@@ -63,6 +64,7 @@ class BucketPlan(ABC):
     collective: str
     asynchronous: bool = False
     keeps_dtype: bool = False
+    dtype: torch.dtype = torch.float32
     runs: Sequence[Sequence[tuple[int, int]]] = ()
     finishes: bool = False
 
@@ -178,6 +180,8 @@ class CastPlan(BucketPlan):
 
     def __init__(self, dtype: torch.dtype | None, segments: Sequence[Segment]) -> None:
         light, dense = divide(segments)
+        # A bucket's parameters have one dtype.
+        self.dtype = next((s.parameter.dtype for s in segments), torch.float32)
         self._parts: list[tuple[torch.dtype | None, Sequence[Segment] | None]] = [(dtype, light), (None, dense)]
         if dtype is None or not light:
             self._parts = [(None, None)]
@@ -332,7 +336,7 @@ class BoundedPlan(BucketPlan):
         # Not asynchronous even if the inner plan is: all of the bucket is checked before any chunk is sent.
         self.inner, self._segments, self._owner = inner, segments, owner
         self.chunks, self.collective, self.runs = inner.chunks, inner.collective, inner.runs
-        self.keeps_dtype, self.finishes = inner.keeps_dtype, inner.finishes
+        self.keeps_dtype, self.dtype, self.finishes = inner.keeps_dtype, inner.dtype, inner.finishes
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[Any]:
         if not flat.is_meta and flat.numel():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from gradwire.errors import IncompatibleError
+from gradwire.exchange.drivers import Meter
 from gradwire.exchange.planning import Planner
 from gradwire.methods.accuracy import accuracy_text, note_of
 from gradwire.methods.auto import Auto
@@ -154,6 +156,16 @@ class Trial:
     timed: bool
 
 
+def _counted(planner: Planner) -> Meter:
+    """Count the bytes of a step; casts exchange parameters of each dtype in buckets of their own."""
+    whole, parts = Meter(), defaultdict[torch.dtype | None, list[str]](list)
+    for name, parameter in planner.parameters.items():
+        parts[None if planner.method.cast_dtype is None else parameter.dtype].append(name)
+    for names in parts.values():
+        whole.include(planner.counted(names))
+    return whole
+
+
 class Autotuner:
     """Tries candidates in turn in the first rounds after the warm-up, and keeps the fastest.
 
@@ -181,8 +193,7 @@ class Autotuner:
         self._never = dict(left_out or {})
         self._rememberers = {spec for spec in self._planners if read_method(spec).traits.remembers}
         self._keepers = {spec for spec in self._planners if RESIDUAL in read_method(spec).traits.remembers}
-        everything = list(next(iter(self._planners.values())).parameters)
-        self._counted = {spec: planner.counted(everything) for spec, planner in self._planners.items()}
+        self._counted = {spec: _counted(planner) for spec, planner in self._planners.items()}
         self._bytes = {spec: meter.sent_bytes for spec, meter in self._counted.items()}
         self.again()
 

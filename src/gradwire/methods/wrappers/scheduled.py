@@ -76,7 +76,7 @@ class ScheduledPlan(BucketPlan):
         last = stages[-1]
         self._stages, self._first = stages, first
         self.chunks, self.collective, self.runs = last.chunks, last.collective, last.runs
-        self.asynchronous, self.keeps_dtype = last.asynchronous, last.keeps_dtype
+        self.asynchronous, self.keeps_dtype, self.dtype = last.asynchronous, last.keeps_dtype, last.dtype
         # In rounds of a stage without work at the end, finish does nothing.
         self.finishes = any(stage.finishes for stage in stages)
         if any(_layout(stage) != _layout(last) for stage in stages):
