@@ -32,7 +32,8 @@ from gradwire.exchange.drivers.traffic import LARGE_BYTES
 from gradwire.exchange.ops import Op
 from gradwire.exchange.planning import CHUNK_NUMEL, Options, Planner, exchanged
 from gradwire.methods.spec import method as read_method
-from gradwire.model.forecast import CASTS, LOSSLESS, NOTHING, SIGMAS, WORTH, cycle_of, why_apart
+from gradwire.model.cycle import cycle_of
+from gradwire.model.forecast import NOTHING, SIGMAS, WORTH, Loss, loss_of, why_apart
 from gradwire.model.machine import FAR, Machine
 from gradwire.tools.experiments.run_record import hardware, versions
 
@@ -193,8 +194,8 @@ def main(words: Sequence[str] | None = None) -> None:
             "sigmas": SIGMAS,
             "worth": WORTH,
             "nothing": NOTHING,
-            "lossless": list(LOSSLESS),
-            "casts": list(CASTS),
+            "lossless": [spec for spec in (NOTHING, "fp32", *METHODS) if loss_of(spec) is Loss.NONE],
+            "casts": [spec for spec in METHODS if loss_of(spec) is Loss.CAST],
         },
         "methods": [method_of(spec, arguments.rounds) for spec in ("fp32", *METHODS)],
     }

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from gradwire.exchange.planning import Options
 from gradwire.model.forecast import forecast
 from gradwire.model.machine import DEFAULT
 from gradwire.model.profile import Profile
 from gradwire.tools.bench.predict import default_path
+from gradwire.tools.bench.profile import usual_options
 from gradwire.tools.cli import commands as expected_module
 from gradwire.tools.cli.commands import expected
 from gradwire.tools.experiments.config import RunConfig
@@ -64,6 +66,20 @@ def test_the_model_and_the_share_that_were_trained_are_profiled(monkeypatch: pyt
     assert "on 2 machines" in first
     assert [profile.numel for profile in profiles] == [sum(p.numel() for p in plan.task.build_model().parameters())]
     assert set(samples) == {3}
+
+
+def test_options_that_change_what_is_exchanged_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[Options]()
+
+    def noted(known: Profile, methods: Any, setting: Any, machine: Any, options: Options) -> Any:
+        given.append(options)
+        return forecast(known, methods, setting, machine, options)
+
+    monkeypatch.setattr(expected_module, "forecast", noted)
+    expected(replace(PLAN, exclude=("*.bias",), min_numel=7, warmup_steps=5, collective="all_gather"), ["terngrad"])
+    assert given == [Options(exclude=("*.bias",), min_numel=7, collective="all_gather")]
+    assert usual_options("logreg").min_numel == 0
+    assert usual_options("digits").min_numel is usual_options("train.py").min_numel is None
 
 
 def no_home() -> Path:

@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import gradwire as gw
+from gradwire.exchange.planning import Options
 from gradwire.model.forecast import Scenario
 from gradwire.model.machine import DEFAULT, LinkModel
 from gradwire.tools import lab as lab_package
@@ -339,8 +340,8 @@ def test_plan_hands_every_option_on(reached: dict[str, Any], monkeypatch: pytest
     assert (reached["name"], reached["words"]) == ("profile_name", ("mnist", "here"))
     monkeypatch.setattr(plan_command, "profile_name", lambda name, data: name)
     assert isinstance(call("plan", *words).exception, Reached)
-    profile, methods, setting, machine = reached["words"]
-    assert (profile, list(methods), machine) == ("mnist", ["bf16", "qsgd"], DEFAULT)
+    profile, methods, setting, machine, options = reached["words"]
+    assert (profile, list(methods), machine, options) == ("mnist", ["bf16", "qsgd"], DEFAULT, Options())
     link = LinkModel(bandwidth_bytes_per_s=1e7, latency_s=0.005, loss=0.005, congestion="bbr")
     assert setting == Scenario(hosts=3, ranks_per_host=4, cores=6, link=link)
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.exchange.drivers import Meter, Stage
 from gradwire.exchange.planning import Options, Planner
+from gradwire.exchange.segments import Parameter
 from gradwire.link.diagnostics import Diagnostics
 from gradwire.link.failures import WarnOnce
 from gradwire.link.selection.autotune import Autotuner
@@ -32,7 +33,8 @@ class Planned:
     """A planner as far as a chooser asks."""
 
     def __init__(self, size: int, ring: bool, warmup_steps: int) -> None:
-        self.size, self.ring, self.parameters = size, ring, {"p": None}
+        self.size, self.ring, self.method = size, ring, gw.method("terngrad")
+        self.parameters = {"p": Parameter("p", (size,), (1,))}
         self.warmup_steps = warmup_steps
 
     def is_warm_up(self, round: int) -> bool:

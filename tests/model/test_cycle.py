@@ -13,8 +13,9 @@ import gradwire as gw
 from gradwire.exchange.drivers import Stage
 from gradwire.exchange.ops import Scope
 from gradwire.exchange.planning import Options, Planner, exchanged
+from gradwire.model.cycle import Cycle, Fragment, cycle_of, cycle_time
 from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile
-from gradwire.model.forecast import NOTHING, Cycle, Fragment, Scenario, cycle_of, cycle_time, forecast, recommend
+from gradwire.model.forecast import NOTHING, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel
 from gradwire.model.profile import ReadyBucket, Timeline
 from gradwire.model.schedule import Load, step_time

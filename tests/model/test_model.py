@@ -20,7 +20,7 @@ from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.protocols import Context
 from gradwire.model.calibrate import BOUNDS, Observation, calibrate, log_error
 from gradwire.model.exchange_profile import BucketJobs, ExchangeProfile, exchange_of, nothing_but_the_sum
-from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
+from gradwire.model.forecast import NOTHING, Forecast, Rehearsed, Scenario, forecast, recommend
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
 from gradwire.model.schedule import Load, step_time
@@ -152,6 +152,28 @@ def test_gradients_travel_in_their_own_dtype_with_ddp_alone(dtype: torch.dtype, 
     found, _ = forecast(known, ["bf16"], Scenario(hosts=4, link=slow), DEFAULT, repeats=1)
     assert found[0].sent_bytes == factor * found[1].sent_bytes
     assert (recommend(found)[0] == NOTHING) == (factor == 1)
+
+
+def test_a_method_that_follows_the_link_is_predicted_for_that_of_the_setting() -> None:
+    spec, known, rehearsed = "CAT(fixed_bytes=None)", profile(), Rehearsed()
+    sent = []
+    for rate, latency_s in ((1.25e6, 0.02), (12.5e6, 0.0)):
+        setting = Scenario(hosts=4, link=LinkModel(bandwidth_bytes_per_s=rate, latency_s=latency_s))
+        found, _ = forecast(known, [spec, "terngrad"], setting, DEFAULT, repeats=1, rehearsed=rehearsed)
+        cost = gw.LinkCost(message_s=latency_s + DEFAULT.round_s, bytes_per_s=rate / 3)
+        exchange = exchange_of(spec, known.tensors(), known.timeline.buckets, 4, Options(link_cost=cost), repeats=1)
+        assert found[1].sent_bytes == exchange.sent_bytes
+        sent.append(found[1].sent_bytes)
+    assert sent[0] != sent[1]
+    assert len(rehearsed) == 4, "the others are rehearsed once for both links"
+
+
+def test_options_of_the_link_are_those_of_the_prediction() -> None:
+    names, setting = ["terngrad", "powersgd"], Scenario(hosts=3)
+    usual, _ = forecast(profile(), names, setting, DEFAULT, repeats=1)
+    alone, *others = forecast(profile(), names, setting, DEFAULT, Options(exclude=("*",)), repeats=1)[0]
+    assert all(f.sent_bytes == pytest.approx(alone.sent_bytes, rel=0.01) for f in others)
+    assert all(f.sent_bytes < alone.sent_bytes for f in usual[1:])
 
 
 def test_profiles_without_dtypes_are_in_float32(tmp_path: Path) -> None:
@@ -335,6 +357,8 @@ def made(method: str, step_s: float) -> Forecast:
 def test_a_cast_is_advised_before_a_lossy_method_that_hardly_beats_it() -> None:
     assert recommend([made(NOTHING, 1.0), made("bf16", 0.6), made("terngrad", 0.58)])[0] == "bf16"
     assert recommend([made(NOTHING, 1.0), made("bf16", 0.6), made("terngrad", 0.5)])[0] == "terngrad"
+    assert recommend([made(NOTHING, 1.0), made("BF16()", 0.52), made("terngrad", 0.5)])[0] == "BF16()"
+    assert recommend([made(NOTHING, 1.0), made("FP32()", 0.5)])[0] == NOTHING
     assert recommend([made(NOTHING, 1.0), made("bf16", 0.97), made("terngrad", 0.98)])[0] == NOTHING
     assert recommend([made(NOTHING, 4.0), made("bf16", 1.954)])[1].startswith("use bf16: 1.95 s a step instead of 4 s")
     assert "overlap" in recommend([made(NOTHING, 1.0), made("bf16", 0.9)])[1]

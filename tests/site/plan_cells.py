@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from gradwire.exchange.drivers import Stage
 from gradwire.exchange.planning import Planner
 from gradwire.methods.spec import method as read_method
+from gradwire.model import cycle
 from gradwire.model import exchange_profile as exchange
-from gradwire.model import forecast as cycle
 from gradwire.model.exchange_profile import BucketJobs
 from gradwire.model.machine import Machine
 from gradwire.tools.cli import plan_command
@@ -109,10 +109,10 @@ def seconds_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each question is asked for its rows and for its sentences.
     forecast, made = plan_command.forecast, dict[str, Any]()
 
-    def forecast_once(*asked: Any) -> Any:
+    def forecast_once(*asked: Any, **others: Any) -> Any:
         key = repr(asked)
         if key not in made:
-            made[key] = forecast(*asked)
+            made[key] = forecast(*asked, **others)
         return made[key]
 
     monkeypatch.setattr(plan_command, "forecast", forecast_once)

@@ -106,7 +106,7 @@ def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, r
         prepare, chunks = profile_locally(plan, flat.to(plan.dtype), world_size, repeats, link=link, period=period)
         return BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous)
 
-    if planner.joins_buckets and len(buckets) > 1:
+    if planner.joins_buckets:
         nothing = BucketJobs((), (), asynchronous=False)
         order = planner.step_order()
         return (nothing,) * (len(buckets) - 1) + (jobs(order, sum(bucket.numel for bucket in buckets)),)

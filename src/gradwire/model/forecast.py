@@ -1,24 +1,23 @@
-"""Forecasts of steps by method and network, including cycles of methods with local steps, and advice."""
+"""Forecasts of steps by method and network, and advice."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
-from typing import cast
+from enum import Enum
+from typing import TypeAlias, cast
 
 import torch
 
 from gradwire.errors import GradwireError
-from gradwire.exchange.method import Method
+from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.pace import AtOwnPace
-from gradwire.exchange.planning import FragmentPieces, Options, Planner, exchanged, own_buckets
-from gradwire.exchange.steps_locally import VELOCITY, StepsLocally
+from gradwire.exchange.planning import Options
 from gradwire.methods.auto import not_comparable
 from gradwire.methods.spec import method as read_method
-from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, jobs_of, nothing_but_the_sum
+from gradwire.model.cycle import Cycle, cycle_of, cycle_time
+from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.machine import LinkModel, Machine
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
 from gradwire.model.schedule import Load, Steps, step_time
@@ -33,128 +32,9 @@ WORTH = 1.05
 SIGMAS = 1.2816
 """Standard deviations around the mean of a normal distribution that hold 80 %."""
 
-LOSSLESS, CASTS = (NOTHING, "fp32"), ("bf16", "fp16")
 
-
-@dataclass(frozen=True)
-class Fragment:
-    """A part of the parameters that is exchanged at once.
-
-    Attributes:
-        exchange: Exchange of its buckets.
-        buckets: Its buckets, all of which are ready when the exchange begins.
-        own_s: Seconds on a core of its own to compute differences before, and steps after the exchange.
-    """
-
-    exchange: ExchangeProfile
-    buckets: tuple[ReadyBucket, ...]
-    own_s: float
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """The steps from one exchange of a fragment to the next one of the same fragment.
-
-    Attributes:
-        spec: Spec of the method.
-        every: Optimizer steps of a cycle.
-        delay: Steps that go on during each exchange; 0: all ranks wait for it.
-        fragments: Fragments, exchanged one after the other.
-    """
-
-    spec: str
-    every: int
-    delay: int
-    fragments: tuple[Fragment, ...]
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that one rank sends in a step, on average."""
-        return sum(f.exchange.sent_bytes for f in self.fragments) / self.every
-
-    @property
-    def delays(self) -> float:
-        """One-way delays on the critical path of a step, on average."""
-        return sum(f.exchange.delays.count for f in self.fragments) / self.every
-
-
-def cycle_of(
-    method: str | Method,
-    parameters: Mapping[str, torch.Tensor],
-    world_size: int,
-    options: Options | None = None,
-    repeats: int = 5,
-) -> Cycle:
-    """Plan and profile the exchanges of a method with local steps on this machine.
-
-    For gossip they are the exchanges of rank 0: others may take longer on unequal network links, or if they have more
-    neighbours. If payloads alternate from round to round, like PowerGossip's factors, they are means over the rounds.
-
-    Args:
-        parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
-
-    Raises:
-        IncompatibleError: the method cannot serve that many ranks, or does not allow an option.
-    """
-    chosen, given = read_method(method), options or Options()
-    pieces, its = exchanged(chosen, parameters, given)
-    steps = None if chosen.traits.outcomes_differ else cast(StepsLocally, chosen)
-    groups = pieces.fragments if isinstance(pieces, FragmentPieces) else [list(pieces)]
-    planner = Planner(chosen, pieces, world_size, its)
-    planner.compile()
-    fragments = []
-    for names in groups:
-        part = {name: pieces[name] for name in names}
-        buckets = tuple(
-            ReadyBucket(names=tuple(names), numel=sum(part[name].numel() for name in names), ready_s=0.0)
-            for names in own_buckets(part, 4 * given.chunk_numel)
-        )
-        delays = planner.delays([bucket.names for bucket in buckets])
-        jobs = ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats), delays)
-        numel = sum(bucket.numel for bucket in buckets)
-        fragments.append(Fragment(jobs, buckets, _own_work(steps, numel, world_size, repeats)))
-    delay = steps.delay if steps is not None else 0
-    return Cycle(repr(chosen), chosen.traits.local_steps, delay, tuple(fragments))
-
-
-def cycle_time(timeline: Timeline, cycle: Cycle, *, machine: Machine, link: LinkModel, load: Load) -> Steps:
-    """Predict the mean time of a step in a cycle.
-
-    Let C be the seconds of a step without an exchange, H the steps and F the fragments of a cycle, d the delay, and T_f
-    the seconds of d steps beside the exchange of fragment f (by :func:`~gradwire.model.schedule.step_time`, since both
-    share cores). A step takes::
-
-        ((H - F d) C + sum_f (T_f + own_f)) / H
-    """
-    beside_s = cycle.delay * timeline.compute_s
-    own = load.stretch * machine.contention
-    found = []
-    for fragment in cycle.fragments:
-        empty = Timeline(forward_s=0.0, buckets=fragment.buckets, backward_s=beside_s, after_s=own * fragment.own_s)
-        found.append(step_time(empty, fragment.exchange, machine=machine, link=link, load=load))
-    alone_s = (cycle.every - len(found) * cycle.delay) * timeline.compute_s
-    return Steps(
-        step_s=(alone_s + sum(part.step_s for part in found)) / cycle.every,
-        compute_s=timeline.compute_s,
-        busy_s=sum(part.busy_s + own * f.own_s for part, f in zip(found, cycle.fragments)) / cycle.every,
-        wire_s=sum(part.wire_s for part in found) / cycle.every,
-    )
-
-
-def _own_work(method: StepsLocally | None, numel: int, workers: int, repeats: int) -> float:
-    """Time the work on a fragment's parameters before and after their exchange."""
-    own, held, mean, velocity = (torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(4))
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        sent = own.clone() if method is None or method.exchanges_parameters else held - own
-        if method is None:
-            own.copy_(sent)
-        else:
-            kept = velocity if VELOCITY in method.remembers_beside else None
-            method.step_(own, held, mean if method.exchanges_parameters else held - sent, kept, workers)
-        times.append(time.perf_counter() - began)
-    return median(times[1:])
+FAST_BYTES_PER_S = 1e12
+"""Bytes per second of a message where neither a network nor the calibrated machine limits them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +95,19 @@ class Forecast:
     apart: str | None = None
 
 
+Rehearsed: TypeAlias = dict[tuple[str, int, LinkCost | None], ExchangeProfile | Cycle | ServerProfile | str]
+"""Exchanges by spec, number of workers and cost of a message (None: it does not matter), or why there is none."""
+
+
 def forecast(
-    profile: Profile, methods: Sequence[str], setting: Scenario, machine: Machine, *, repeats: int = 3
+    profile: Profile,
+    methods: Sequence[str],
+    setting: Scenario,
+    machine: Machine,
+    options: Options | None = None,
+    *,
+    repeats: int = 3,
+    rehearsed: Rehearsed | None = None,
 ) -> tuple[list[Forecast], dict[str, str]]:
     """Predict the step of DDP alone and of each method.
 
@@ -227,7 +118,11 @@ def forecast(
         methods: Specs of methods.
         setting: The cluster.
         machine: Calibrated costs.
+        options: Options of the link with each method. For methods whose payloads depend on the cost of a message, it is
+            that of the setting unless they state one. DDP alone has none.
         repeats: Repetitions of the run that times each codec here.
+        rehearsed: Exchanges of earlier forecasts with the same profile, options and repetitions, to which those of this
+            one are added, since most depend on the number of workers alone.
 
     Returns:
         A forecast for DDP alone and for each method, and the reason for each method that cannot run there.
@@ -244,24 +139,31 @@ def forecast(
     # No message between workers leaves a single host. A server is on a host of its own.
     near = replace(link, latency_s=0.0, loss=0.0) if setting.hosts == 1 and not setting.measured else link
     tensors = profile.tensors()
+    known = {} if rehearsed is None else rehearsed
+    if (NOTHING, n, None) not in known:
+        # The time of its codec is set to 0, so it need not be measured well.
+        bare = exchange_of("fp32", tensors, profile.timeline.buckets, n, repeats=1, lanes=1)
+        known[NOTHING, n, None] = nothing_but_the_sum(bare)
     exchanges: dict[str, ExchangeProfile | Cycle | ServerProfile] = {}
     refused: dict[str, str] = {}
-    for spec in dict.fromkeys(methods):
-        try:
-            if read_method(spec).traits.at_own_pace:
-                exchanges[spec] = server_of(spec, tensors, profile.timeline.buckets, n, repeats=repeats)
-            elif read_method(spec).traits.local_steps:
-                exchanges[spec] = cycle_of(spec, tensors, n, repeats=repeats)
-            else:
-                exchanges[spec] = exchange_of(spec, tensors, profile.timeline.buckets, n, repeats=repeats)
-        except GradwireError as error:
-            refused[spec] = str(error)
-    # The time of its codec is set to 0, so it need not be measured well.
-    bare = nothing_but_the_sum(exchange_of("fp32", tensors, profile.timeline.buckets, n, repeats=1, lanes=1))
-    chosen = {NOTHING: bare, **exchanges}
+    for spec in dict.fromkeys((NOTHING, *methods)):
+        its, cost = options or Options(), None
+        if spec != NOTHING and read_method(spec).traits.needs_link_cost:
+            cost = its.link_cost or _message_cost(near, n, machine, load)
+            its = replace(its, link_cost=cost)
+        if (spec, n, cost) not in known:
+            try:
+                known[spec, n, cost] = _rehearse(spec, tensors, profile.timeline.buckets, n, its, repeats)
+            except GradwireError as error:
+                known[spec, n, cost] = str(error)
+        one = known[spec, n, cost]
+        if isinstance(one, str):
+            refused[spec] = one
+        else:
+            exchanges[spec] = one
     found: list[Forecast] = []
     spread = math.exp(SIGMAS * machine.residual)
-    for spec, exchange in chosen.items():
+    for spec, exchange in exchanges.items():
         steps = _steps(timeline, exchange, machine, link if isinstance(exchange, ServerProfile) else near, load)
         first_s = found[0].step_s if found else steps.step_s
         found.append(
@@ -283,6 +185,32 @@ def forecast(
             )
         )
     return found, refused
+
+
+def _rehearse(
+    spec: str,
+    tensors: Mapping[str, torch.Tensor],
+    buckets: Sequence[ReadyBucket],
+    workers: int,
+    options: Options,
+    repeats: int,
+) -> ExchangeProfile | Cycle | ServerProfile:
+    traits = read_method(spec).traits
+    if traits.at_own_pace:
+        return server_of(spec, tensors, buckets, workers, repeats=repeats)
+    if traits.local_steps:
+        return cycle_of(spec, tensors, workers, options, repeats=repeats)
+    return exchange_of(spec, tensors, buckets, workers, options, repeats=repeats)
+
+
+def _message_cost(link: LinkModel, world_size: int, machine: Machine, load: Load) -> LinkCost:
+    """Return the cost that a link would measure when it is made; see :attr:`gradwire.model.probing.Probed.cost`."""
+    here = link.ranks_per_host
+    copies = here * (world_size - here)
+    rates = [1.0 / machine.byte_s if machine.byte_s else FAST_BYTES_PER_S]
+    if copies and link.bandwidth_bytes_per_s is not None:
+        rates.append(link.bandwidth_bytes_per_s / copies)
+    return LinkCost(message_s=link.latency_s + machine.round_s * load.stretch, bytes_per_s=min(rates))
 
 
 def _steps(
@@ -316,6 +244,18 @@ def why_apart(spec: str) -> str | None:
     return not_comparable(chosen)
 
 
+class Loss(Enum):
+    """What a method does to the values of gradients."""
+
+    NONE, CAST, LOSSY = "none", "cast", "lossy"
+
+
+def loss_of(spec: str) -> Loss:
+    """Return what the method of a spec, or :data:`NOTHING`, does to the values of gradients."""
+    dtype = torch.float32 if spec == NOTHING else read_method(spec).cast_dtype
+    return Loss.LOSSY if dtype is None else Loss.NONE if dtype == torch.float32 else Loss.CAST
+
+
 def recommend(forecasts: Sequence[Forecast]) -> tuple[str, str]:
     """Return the method to use, or :data:`NOTHING`, and the reason in a sentence.
 
@@ -325,8 +265,8 @@ def recommend(forecasts: Sequence[Forecast]) -> tuple[str, str]:
     """
     forecasts = [f for f in forecasts if f.apart is None]
     best = next(f for f in forecasts if f.method == NOTHING)
-    for group in (CASTS, tuple(f.method for f in forecasts if f.method not in (*CASTS, *LOSSLESS))):
-        fastest = min((f for f in forecasts if f.method in group), key=lambda f: f.step_s, default=None)
+    for loss in Loss.CAST, Loss.LOSSY:
+        fastest = min((f for f in forecasts if loss_of(f.method) is loss), key=lambda f: f.step_s, default=None)
         if fastest is not None and best.step_s / fastest.step_s >= WORTH:
             best = fastest
     nothing = next(f for f in forecasts if f.method == NOTHING)

@@ -162,9 +162,12 @@ class LocalProfiler:
 
     def _reply(self, rank: int, chunk: int | None, number: int, op: Op) -> torch.Tensor:
         """Return the reply to a rank's operation, the one with that number in a chunk (None: in the preparation)."""
-        # A rank to which the others send their rows, and that sends none, computes nothing of their values.
-        summed = isinstance(op, AllToAll) and op.lengths is not None and bool(op.lengths.any())
-        if (summed and rank == 0) or (isinstance(op, SendRecv) and op.to is None and op.source is not None):
+        if isinstance(op, SendRecv):
+            foreign = op.to is None and op.source is not None
+        else:
+            # A rank to which the others send their rows, and that sends none, computes nothing of their values.
+            foreign = rank == 0 and isinstance(op, AllToAll) and op.lengths is not None and bool(op.lengths.any())
+        if foreign and isinstance(op, AllToAll | SendRecv):
             return self._received(rank, chunk, number, op)
         return _echo(op, rank, self._world_size)
 

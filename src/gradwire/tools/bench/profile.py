@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.exchange.planning import Options
 from gradwire.model.profile import Profile, Recorder
 from gradwire.tools.bench.models import MODELS
 from gradwire.tools.experiments.config import RunConfig
@@ -54,6 +55,11 @@ def profile_name(name: str, data: str | None = None) -> Profile:
     if name not in tasks:
         raise UsageError(f"nothing named {name!r} to profile: {nearest(name, [*tasks, *MODELS])}, or a .py script")
     return profile_plan(RunConfig(task=build(name, data=data)))
+
+
+def usual_options(name: str) -> Options:
+    """Return the options with which a task is trained unless others are given; the defaults for anything else."""
+    return Options(min_numel=next((task.min_numel for task in ALL if task.name == name), None))
 
 
 def profile_plan(plan: RunConfig) -> Profile:

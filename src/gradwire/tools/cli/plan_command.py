@@ -13,13 +13,13 @@ from typing import Any
 
 import gradwire as gw
 from gradwire.methods.accuracy import note_of
-from gradwire.model.forecast import NOTHING, Forecast, Scenario, forecast, recommend
+from gradwire.model.forecast import NOTHING, Forecast, Rehearsed, Scenario, forecast, recommend
 from gradwire.model.machine import BBR, CUBIC, DEFAULT, LinkModel, Machine, timeout_s
 from gradwire.model.probing import host_number
 from gradwire.model.profile import Profile
 from gradwire.tools.bench.models import MODELS
 from gradwire.tools.bench.predict import default_path, machine_of_rows, measure_machine
-from gradwire.tools.bench.profile import profile_name, profile_script
+from gradwire.tools.bench.profile import profile_name, profile_script, usual_options
 from gradwire.tools.cli.options import PlanOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_plan
 from gradwire.tools.experiments.errors import UsageError
@@ -87,6 +87,8 @@ def plan(options: PlanOptions) -> None:
         # Profile first: a fault in a script then shows before a minute of calibration.
         known = _profile(options.profile, arguments, options.data)
         machine = _machine(options)
+    options_of_task = usual_options(options.profile)
+    rehearsed: Rehearsed = {}
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
     advice: list[tuple[str, str]] = []
@@ -96,7 +98,7 @@ def plan(options: PlanOptions) -> None:
             setting = Scenario(
                 hosts=count, ranks_per_host=ranks_per_host, cores=options.cores, link=link, measured=options.probe
             )
-            forecasts, refused = forecast(known, methods, setting, machine)
+            forecasts, refused = forecast(known, methods, setting, machine, options_of_task, rehearsed=rehearsed)
             choice, reason = recommend(forecasts)
             advice.append((f"{count} x {ranks_per_host} workers, {name}", reason))
             curves += [(name, f) for f in forecasts]
