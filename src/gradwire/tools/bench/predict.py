@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import gradwire as gw
+from gradwire.methods.spec import method as read_method
 from gradwire.model.calibrate import Observation, calibrate
 from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.machine import CUBIC, DEFAULT, LinkModel, Machine
@@ -30,6 +31,9 @@ Row = dict[str, Any]
 
 OWN = {"ddp fp32": "fp32", "ddp fp16": "fp16"}
 """Methods that equal one of DDP's own exchanges bit for bit."""
+
+NO_METHOD = (COMPUTE, "ddp powersgd")
+"""Variants that exchange nothing, or that no method equals."""
 
 MODELS = ("lenet", "mlp", "transformer")
 HOSTS = (2, 4)
@@ -60,7 +64,8 @@ def cases_of(
 
     Rows of computing alone, of PyTorch's PowerSGD hook and of ranks that slept are left out: the model assumes that
     ranks share cores while they compute. So are rows of clusters whose links differ or fail, since the model knows one
-    link; ``say`` is told of them.
+    link, and rows of methods that choose among others, exchange in some steps only, or exchange shards; ``say`` is told
+    of both.
 
     Codecs are timed here, one exchange after the other; at the deadline the cases so far are returned. The timeline is
     that of the unlimited (or fastest) cell of the same model and hosts, since a user profiles once, not for each
@@ -71,14 +76,13 @@ def cases_of(
         RunError: a model and number of hosts has no timeline, or a damaged one.
     """
     rows = [row for row in rows if compute_of(row) == "real"]
-    rows = of_one_link(rows, say)
+    rows = of_every_step(of_one_link(rows, say), say)
     timelines = _timelines(rows)
     exchanges: dict[tuple[str, int, str], ExchangeProfile] = {}
     cases = []
     for row in rows:
         variant = row["variant"]
-        spec = OWN.get(variant) or variant.partition(" ")[2]
-        if variant in (COMPUTE, "ddp powersgd") or spec == "auto" or is_sharded(variant):
+        if variant in NO_METHOD:
             continue
         key = row["model"], row["hosts"], variant
         timeline = timelines.get(key[:2])
@@ -88,7 +92,7 @@ def cases_of(
             if deadline is not None and deadline.passed:
                 break
             say(f"rehearsing {row['model']}, {row['hosts']} hosts, {variant}")
-            exchanges[key] = _exchange(row["model"], row["hosts"], spec, variant, timeline)
+            exchanges[key] = _exchange(row["model"], row["hosts"], _spec(variant), variant, timeline)
         topology = _topology(row)
         rate = topology.bandwidth
         cases.append(
@@ -120,6 +124,27 @@ def of_one_link(rows: Sequence[Row], say: Callable[[str], None]) -> list[Row]:
             + "; ".join(sorted(others))
         )
     return [row for row in rows if row["lab"] not in others]
+
+
+def of_every_step(rows: Sequence[Row], say: Callable[[str], None]) -> list[Row]:
+    """Return the rows of methods that exchange buckets in every step, and tell ``say`` in one line of the others."""
+    others = {row["variant"] for row in rows if not _exchanges_buckets(row["variant"])}
+    if others:
+        say("left out, since no bucket of theirs is exchanged in every step: the rows of " + "; ".join(sorted(others)))
+    return [row for row in rows if row["variant"] not in others]
+
+
+def _spec(variant: str) -> str:
+    return OWN.get(variant) or variant.partition(" ")[2]
+
+
+def _exchanges_buckets(variant: str) -> bool:
+    if variant in NO_METHOD:
+        return True
+    if is_sharded(variant):
+        return False
+    traits = read_method(_spec(variant)).traits
+    return not (traits.tries or traits.local_steps or traits.at_own_pace)
 
 
 def _topology(row: Row) -> Topology:
