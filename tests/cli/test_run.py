@@ -18,6 +18,7 @@ from run_help import gradwire, start_gradwire
 
 import gradwire as gw
 from gradwire.tools.cli.bootstrap import left_apart, summary
+from gradwire.tools.cli.commands import metrics
 from gradwire.tools.cli.launcher import Report, Torchrun, account
 from gradwire.tools.cli.torchrun import command
 from gradwire.tools.experiments.errors import UsageError
@@ -210,16 +211,20 @@ def test_train_takes_the_group_that_torchrun_gives(tmp_path: Path) -> None:
 
 def test_the_saving_is_told_as_times_less_and_bits_per_element() -> None:
     class Stub:
-        method = gw.TernGrad()
+        method, dense_bytes = gw.TernGrad(), 80_000_000
 
         def record(self) -> dict[str, object]:
             return {"choice": None, "fallback": None}
 
         def traffic(self) -> gw.Traffic:
-            return gw.Traffic(sent_bytes=10_000_000, received_bytes=1, dense_bytes=80_000_000, rounds=1)
+            return gw.Traffic(sent_bytes=10_000_000, received_bytes=1, dense_bytes=self.dense_bytes, rounds=1)
 
     expected = "each worker sent 20.00 MB instead of 160.00 MB, 8.0 times less (4.00 bits per element)"
     assert summary([Stub(), Stub()]).endswith(expected)
+    Stub.dense_bytes = 5_000_000
+    assert summary([Stub()]).endswith("sent 10.00 MB instead of 5.00 MB, 2.0 times more (64.00 bits per element)")
+    row = {"loss": 1.0, "step_time_s": None, "bits_per_element": 64.0}
+    assert metrics(row, None) == ["loss 1.000", "64.00 bits (x2.0 more)"]
     assert "built no DistributedDataParallel module" in summary([])
 
 

@@ -18,6 +18,7 @@ from gradwire.tools.report.figures import (
     draw_steps,
     gauge_figure,
     lowest_accuracy,
+    progress_figure,
     spans_decades,
 )
 
@@ -155,6 +156,18 @@ def test_what_methods_report_is_drawn_by_step_with_a_band(tmp_path: Path, drawn:
     assert (low, high) == ([0.125, 0.375], [0.375, 0.625])
 
 
+def test_labels_are_drawn_as_they_are_written(tmp_path: Path) -> None:
+    """Matplotlib reads what is between two dollar signs as a formula, which this is not."""
+    names = ("/data/$a_$/x", "/data/$cash$/x")
+    runs = load_runs([write_run(tmp_path / f"{i}", name=name, gauges=("g",)) for i, name in enumerate(names)])
+    for drawing in (progress_figure(runs), gauge_figure(runs)):
+        assert drawing is not None
+        assert all(run.label in drawing for run in runs), "an SVG names its texts in comments"
+    rows = [step_row(v, 1e9, 1.0, links=",x=$a_$") for v in ("ddp fp32", names[0])]
+    draw_steps(tmp_path / "x.svg", [*rows, *(step_row(v, 1e9, 1.0) for v in ("ddp fp32", names[0]))])
+    assert names[0] in (tmp_path / "x.svg").read_text()
+
+
 def test_on_a_logarithmic_axis_what_sent_nothing_yet_is_left_out(tmp_path: Path) -> None:
     (run,) = load_runs([write_run(tmp_path / "a", sent_bytes=1_000_000)])
     panel = Figure().subplots()
@@ -167,4 +180,6 @@ def test_the_axes_begin_where_four_times_the_worst_final_error_is_shown(tmp_path
     assert lowest_accuracy(runs) == pytest.approx(60.0)
     assert lowest_accuracy(runs[1:]) == pytest.approx(80.0)
     assert lowest_accuracy(load_runs([write_run(tmp_path / "c", accuracies=(0.1, 0.2))])) == 0.0
+    exact = load_runs([write_run(tmp_path / "d", accuracies=(0.1, 1.0), name="d")])
+    assert lowest_accuracy(exact) == 99.0
     assert not spans_decades(runs)

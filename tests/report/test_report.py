@@ -235,6 +235,7 @@ def test_a_comparison_stands_for_its_runs_in_the_order_they_began(tmp_path: Path
 def test_units() -> None:
     assert [bytes_text(count) for count in (12, 1234, 12_438_000, 2.5e9)] == ["12 B", "1.23 kB", "12.4 MB", "2.5 GB"]
     assert [seconds_text(s) for s in (0.00123, 0.5, 1.5, 600)] == ["1.23 ms", "500 ms", "1.5 s", "10 min"]
+    assert [seconds_text(60 * minutes) for minutes in (999, 999.6, 1230)] == ["999 min", "16.7 h", "20.5 h"]
     rates = [rate_text(rate) for rate in (None, 2.5e9, 1e8, 8e3, 10.0)]
     assert rates == ["unlimited", "2.5 Gbit/s", "100 Mbit/s", "8 kbit/s", "10 bit/s"]
 

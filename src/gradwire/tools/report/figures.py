@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from gradwire.errors import IncompatibleError
@@ -84,9 +85,9 @@ def draw(axes: Axes, runs: Sequence[Run], field: str, horizontal: Horizontal, *,
 
 
 def lowest_accuracy(runs: Sequence[Run]) -> float:
-    """Return the start of the accuracy axis in percent, so that it spans four times the worst final error."""
+    """Return the start of the accuracy axis in percent: it spans four times the worst final error, and one at least."""
     finals = [rows[-1]["accuracy"] for run in runs if (rows := run.of("eval"))]
-    return max(0.0, 100.0 * (1.0 - 4.0 * (1.0 - min(finals)))) if finals else 0.0
+    return max(0.0, 100.0 - max(1.0, 400.0 * (1.0 - min(finals)))) if finals else 0.0
 
 
 def spans_decades(runs: Sequence[Run]) -> bool:
@@ -156,6 +157,13 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> Non
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
 
 
+def _as_written(figure: Figure) -> None:
+    """Let titles and legends be drawn as they are: between two dollar signs of a path, Matplotlib reads a formula."""
+    titles = [axes.title for axes in figure.axes]
+    for text in (*titles, *(text for found in figure.findobj(Legend) for text in found.get_texts())):
+        text.set_parse_math(False)
+
+
 def scale_bytes(axes: Axes) -> None:
     """Make the horizontal axis logarithmic, with plain numbers that do not overlap."""
     axes.set_xscale("log")
@@ -175,6 +183,7 @@ def svg(figure: Figure, label: str) -> str:
     Args:
         label: Description of the figure for screen readers.
     """
+    _as_written(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=False, metadata={"Date": None})
     text = buffer.getvalue()
@@ -274,6 +283,7 @@ def draw_steps(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _save(drawing: Figure, path: Path, *, dpi: int) -> None:
+    _as_written(drawing)
     try:
         drawing.savefig(path, dpi=dpi)
     except OSError as error:

@@ -30,10 +30,12 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration as text in milliseconds, seconds or minutes."""
+    """Return a duration as text in milliseconds, seconds, minutes, or from 1000 minutes on in hours."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 60 * 999.5 else f"{seconds / 3600:.1f} h"
 
 
 def rate_text(bits_per_s: float | None) -> str:
