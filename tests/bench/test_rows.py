@@ -12,6 +12,7 @@ from gradwire.tools.bench.network_row import bytes_agree
 from gradwire.tools.bench.rank import Rank
 from gradwire.tools.bench.ranks import backend_of
 from gradwire.tools.bench.step import Cell, StepGrid, describe
+from gradwire.tools.bench.variants import follows_the_link
 from gradwire.tools.lab import Impairments, Topology
 
 NUMEL, HOSTS, NCCL = 1000, 3, "cpu:gloo,cuda:nccl"
@@ -233,3 +234,14 @@ def test_on_links_with_a_delay_a_turn_begins_with_steps_that_are_not_counted() -
     # Five turns of three variants.
     assert steps[1] - steps[0] == 15
     assert [row["samples"] for row in rows[0]] == [row["samples"] for row in rows[1]]
+
+
+def test_what_measures_the_network_when_it_is_built_is_built_in_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = "gradwire CAT(fixed_bytes=None)"
+    monkeypatch.setitem(TIMES_S, spec, TIMES_S["gradwire terngrad"])
+    topology = Topology(hosts=HOSTS)
+    grid = StepGrid(models=["lenet"], topologies=[topology], variants=list(TIMES_S), budget_s=1.0)
+    ranks = FakeRanks(None)
+    Cell(grid, "lenet", topology, ranks, None, NUMEL).measure(list(TIMES_S))  # type: ignore[arg-type]
+    assert [variant for do, variant in ranks.asked if do == "build"] == [spec]
+    assert [follows_the_link(f"gradwire {name}") for name in ("terngrad", "Auto()")] == [(False, False), (True, False)]

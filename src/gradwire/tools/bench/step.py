@@ -25,14 +25,20 @@ from gradwire.tools.bench.models import bench_model
 from gradwire.tools.bench.network_row import NetworkWatch, bytes_agree, network_fields, wire_floor_s
 from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, Ranks, open_ranks
 from gradwire.tools.bench.row_file import append_row, check_writable
-from gradwire.tools.bench.variants import COMPUTE, VARIANTS, check_variant, dense_wire_bytes, is_sharded
+from gradwire.tools.bench.variants import (
+    COMPUTE,
+    VARIANTS,
+    check_variant,
+    dense_wire_bytes,
+    follows_the_link,
+    is_sharded,
+)
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.run_record import hardware, versions
 from gradwire.tools.lab import Network, Topology, format_rate, open_network
 
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
-CHOOSING = ("gradwire auto", "gradwire Auto(")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,11 +238,12 @@ class Cell:
 
     def _warm_up(self, name: str) -> float:
         """Take steps until connections have their speed and a link its method; return the seconds of a step."""
-        if name.startswith(CHOOSING):
-            # The choice is valid for this cell only.
+        chooses, measures = follows_the_link(name)
+        if chooses or measures:
+            # What it chose or measured is valid for the cell before.
             self.ranks.ask("build", variant=name)
-            while not self.ranks.ask("record", variant=name)[0]["record"]["choice"]["chosen"]:
-                self.ranks.ask("steps", variant=name, count=5)
+        while chooses and not self.ranks.ask("record", variant=name)[0]["record"]["choice"]["chosen"]:
+            self.ranks.ask("steps", variant=name, count=5)
         budget_s = self.grid.cell_budget_s or self.grid.budget_s
         step_s: float = max(answer["times_s"][-1] for answer in self.ranks.ask("steps", variant=name, count=1))
         if self.grid.cell_budget_s is None or step_s < budget_s / 10:

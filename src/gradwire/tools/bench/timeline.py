@@ -63,9 +63,10 @@ def trace_steps(grid: StepGrid, steps: int) -> list[RankTrace]:
         raise UsageError(f"{steps} steps have no timeline: at least 1 is needed")
     with open_cluster(grid, model, topology) as (ranks, network):
         tell_to_sleep(grid, model, ranks)
-        ranks.ask("build", variant=variant)
+        # Some methods measure the network when their link is made.
         if network is not None:
             network.set_bandwidth(topology.bandwidth)
+        ranks.ask("build", variant=variant)
         ranks.ask("steps", variant=variant, count=WARM_UP)
         answers = ranks.ask("trace", variant=variant, count=steps)
     return [

@@ -57,6 +57,15 @@ def is_sharded(name: str) -> bool:
     return name.partition(" ")[0] in SHARDED
 
 
+def follows_the_link(name: str) -> tuple[bool, bool]:
+    """Return whether a variant's method chooses among others, and whether it measures the network when it is built."""
+    kind, _, spec = name.partition(" ")
+    if kind not in ("gradwire", *SHARDED) or spec == NATIVE:
+        return False, False
+    traits = gw.method(spec).traits
+    return bool(traits.tries), traits.needs_link_cost
+
+
 def dense_wire_bytes(name: str, numel: int, world_size: int) -> int | None:
     """Return the bytes that a rank sends in a ring all-reduce of DDP's fp32 or fp16; None for other exchanges."""
     widths = {"ddp fp32": 4, "ddp fp16": 2}
