@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import gradwire as gw
+from gradwire.link.state import kind_of
 from ranks import Ranks, fresh_ranks
 
 pytestmark = pytest.mark.ranks
@@ -199,3 +200,41 @@ def exchanged(spec: str, folder: str, load: bool) -> torch.Tensor:
         gw.save(link, folder)
     link.close()
     return parameter.grad
+
+
+OF_RANKS = ("diana", "EF21(compressor=TopK(density=0.1))", "choco_sgd", "power_gossip")
+"""Methods whose ranks hold what is right only together with what all the others hold."""
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Ranks]:
+    with fresh_ranks(1) as ranks:
+        yield ranks
+
+
+def passed_on(spec: str, load: str | None, save: str | None) -> set[str]:
+    """Load, take two rounds unless it is in between, and save; return what this rank has loaded of its own."""
+    module, optimizer, link = started(spec, 3)
+    if load is not None:
+        gw.load(link, load)
+    found = link.state_dict()
+    if load is None:
+        for step in range(2):
+            train(module, optimizer, step, step + 1)
+            link.reduce_()
+    if save is not None:
+        gw.save(link, save)
+    link.close()
+    return {key for part in found.values() for key in part if kind_of(key) in link.method.traits.of_ranks}
+
+
+@pytest.mark.parametrize("spec", OF_RANKS)
+def test_what_one_rank_had_no_use_for_is_not_there_when_there_are_more_again(
+    three_ranks: Ranks, one_rank: Ranks, tmp_path: Path, spec: str
+) -> None:
+    """A rank that exchanges nothing must not hand on the word that all ranks have what only some of them have."""
+    first, alone = str(tmp_path / "three"), str(tmp_path / "one")
+    three_ranks(passed_on, spec, None, first)
+    assert all(three_ranks(passed_on, spec, first, None))
+    one_rank(passed_on, spec, first, alone)
+    assert not any(three_ranks(passed_on, spec, alone, None))

@@ -180,9 +180,15 @@ def load_broken_states() -> list[str]:
             link.load_state_dict(broken)
         except gw.IncompatibleError as error:
             found.append(str(error))
-    assert link.round == 0
-    link.load_state_dict(of_one_rank(state))
+        assert link.round == 0
+    # A state that an earlier version saved does not say whose it is.
+    link.load_state_dict({**of_one_rank(state), "rank": without(state["rank 0"], "rank")})
     assert link.round == 3
+    if link.rank:
+        with pytest.raises(gw.IncompatibleError, match=f"state of rank 0, and this is rank {link.rank}, .* 'shift'"):
+            link.load_state_dict(of_one_rank(state))
+    else:
+        link.load_state_dict(of_one_rank(state))
     link.close()
     return found
 
@@ -225,6 +231,18 @@ def rewind_over_a_skipped_round() -> tuple[bool, bool]:
 @pytest.mark.ranks
 def test_a_skipped_round_is_not_skipped_again_after_rewinding(three_ranks: Any) -> None:
     assert three_ranks(rewind_over_a_skipped_round) == [(True, True)] * 3
+
+
+@pytest.mark.parametrize("method", ["diana", "ef21", "choco_sgd", "power_gossip"])
+def test_what_suits_one_rank_is_not_taken_for_anothers(method: str) -> None:
+    """As where rank 0 alone saves its state, and all load that: the sums over all ranks would be wrong for ever."""
+    link = trained(method)
+    state = link.state_dict()
+    with pytest.raises(gw.IncompatibleError, match="this is the state of rank 0, and this is rank 1, for which its "):
+        link.load_state_dict({**state, "rank 1": state["rank 0"]})
+    alone = trained("errorfeedback")
+    state = alone.state_dict()
+    alone.load_state_dict({**state, "rank 1": state["rank 0"]})
 
 
 @pytest.mark.parametrize("method", REMEMBERING, ids=repr)

@@ -242,6 +242,21 @@ SHIFTED = [gw.DIANA(), gw.EF21(compressor=gw.QSGDinf(block_size=64))]
 
 
 @pytest.mark.parametrize("method", SHIFTED, ids=repr)
+def test_shifts_that_went_through_fewer_workers_begin_anew(method: gw.Method) -> None:
+    """Also where those exchanged nothing before they saved again, as one worker never does."""
+    g = torch.randn(3, 640, generator=torch.Generator().manual_seed(4)) + 3 * torch.arange(3)[:, None]
+    first, fewer, again = (gw.SimulatedLink([("w", torch.empty(640))], method, n, min_numel=0) for n in (3, 1, 3))
+    for _ in range(50):
+        first.reduce_(g.clone())
+    fewer.load_state_dict(first.state_dict())
+    state = fewer.state_dict()
+    again.load_state_dict(state | {f"rank {r}": {"rank": torch.tensor(r)} for r in (1, 2)})
+    for _ in range(150):
+        found = again.reduce_(g.clone())
+    assert float((found - g.mean(0)).abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("method", SHIFTED, ids=repr)
 @pytest.mark.parametrize("other", [2, 5])
 def test_another_number_of_workers_starts_from_consistent_shifts(other: int, method: gw.Method) -> None:
     """Property 2 after a checkpoint of three workers: the mean of shifts is theirs, so the outcome keeps no bias."""

@@ -17,7 +17,7 @@ from gradwire.errors import GradwireError, IncompatibleError
 from gradwire.exchange.digests import DIGEST_BYTES, pack, unpack
 from gradwire.exchange.drivers.tables import all_gather_tables
 from gradwire.link.link import Link
-from gradwire.link.state import without_some_ranks
+from gradwire.link.state import of_another_size
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -170,8 +170,8 @@ def take(link: Link, state: State, problem: str | None, number: int, world_size:
         problem = _refused(link.check_state_dict, state, source)
     if len(set(_share(link, problem, number))) > 1:
         raise IncompatibleError(f"ranks read different saves from {source}: load when saving has ended on all of them")
-    if link.world_size < world_size:
-        state["rank"] = without_some_ranks(state["rank"], link.method)
+    if link.world_size != world_size:
+        state = of_another_size(state, link.method, world_size, link.world_size, link._warnings.once)
     _share(link, _refused(link.load_state_dict, state, source))
     if link.method.traits.local_steps and world_size != link.world_size:
         link.local.agree()

@@ -17,7 +17,7 @@ from gradwire.link.round import Round
 from gradwire.link.selection.autotune import OWN_STATE, Selection, say_dropped
 from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
 from gradwire.link.site import Site
-from gradwire.link.state import LINK_STATE, check_state, remembered
+from gradwire.link.state import LINK_STATE, check_state, remembered, with_rank
 from gradwire.seeds import LinkNumber
 from gradwire.version import __version__
 
@@ -29,6 +29,7 @@ class LinkState(LinkReports):
     """The record and the state of a link."""
 
     method: Method
+    rank: int
     world_size: int
     number: LinkNumber
     options: Options
@@ -80,7 +81,7 @@ class LinkState(LinkReports):
         """Return this rank's state: a local call; tensors only, so that it loads with ``weights_only=True``.
 
         ``global`` holds the round and values of the method. ``replicated`` holds its vectors that are the same on all
-        ranks, and ``rank`` those of this rank, both by "kind/parameter".
+        ranks, and ``rank`` those of this rank, both by "kind/parameter"; if these suit no other rank, also its number.
         """
         if self._local is not None:
             self._local.waited()
@@ -90,6 +91,7 @@ class LinkState(LinkReports):
         kept = {**self._coders.state(), **self._cost.state()}
         state["global"].update(kept, round=torch.tensor(self._runtime.round, device="cpu"))
         state["global"][LINK_STATE] = torch.tensor(self.number.value, device="cpu")
+        with_rank(state["rank"], self.rank, self.method)
         for key, value in self._selection.state().items():
             state["rank" if key in OWN_STATE else "global"][key] = value
         if self._local is not None:
@@ -100,7 +102,8 @@ class LinkState(LinkReports):
         """Continue from a state of :meth:`state_dict`; state of another method is dropped, with a warning.
 
         Raises:
-            IncompatibleError: it is not the whole state of a link, or its choice is not a candidate here.
+            IncompatibleError: it is not the whole state of a link, its choice is not a candidate here, or it suits
+                another rank only.
             ExchangeError: an exchange of local steps in flight failed, so that the link is broken; nothing was loaded.
         """
         self.check_state_dict(state)
@@ -133,6 +136,6 @@ class LinkState(LinkReports):
         Raises:
             IncompatibleError: it is not the whole state of a link, or a value is invalid.
         """
-        check_state(state, self._exchanged, self.method, simulated=False)
+        check_state(state, self._exchanged, self.method, rank=self.rank)
         if self._local is not None:
             self._local.parameters.check(state)

@@ -22,7 +22,7 @@ from gradwire.link.failures import WarnOnce
 from gradwire.link.found_optimizers import LearningRates
 from gradwire.link.selection.autotune import say_dropped
 from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
-from gradwire.link.state import LINK_STATE, check_state, remembered
+from gradwire.link.state import LINK_STATE, check_state, of_another_size, remembered, with_rank
 from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber
 from gradwire.version import __version__
@@ -266,7 +266,7 @@ class SimulatedLink:
             "round": torch.tensor(self.round, device="cpu"),
             LINK_STATE: torch.tensor(self.number.value, device="cpu"),
         }
-        own = {f"rank {r}": state["rank"] for r, state in enumerate(states)}
+        own = {f"rank {r}": with_rank(state["rank"], r, self.method) for r, state in enumerate(states)}
         return {"global": shared, "replicated": states[0]["replicated"], **own}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -277,7 +277,10 @@ class SimulatedLink:
         Raises:
             IncompatibleError: it is not the whole state of a simulation, or its coder is unknown.
         """
-        check_state(state, self._parameters, self.method, simulated=True)
+        check_state(state, self._parameters, self.method, rank=None)
+        saved = len(state.keys() - {"global", "replicated"})
+        if saved != self.world_size:
+            state = of_another_size(state, self.method, saved, self.world_size, self._notices.once)
         self._coders.load(state["global"])
         self._cost.load(state["global"])
         say_dropped(state["global"], self._notices.once)

@@ -23,24 +23,31 @@ LINK_STATE = "link"
 MOST_ROUNDS = 1 << 48
 """Upper limit of a round's number: at a microsecond a round it is reached after nine years."""
 
-MOST_LINKS = 1 << 16
+MOST_LINKS, MOST_RANKS = 1 << 16, 1 << 31
 
 JOINED_PARAMETER = "(model)"
 """Name of all compressed parameters joined to one vector, for state of that vector."""
 
-OWN_VALUES = ("round", LINK_STATE, CODER_STATE, LINK_COST_STATE, *CLOCK, *STATE, *OWN_STATE)
+RANK_STATE = "rank"
+"""Key, in what a rank keeps of its own, of the rank's number; see :func:`with_rank`."""
+
+OWN_VALUES = ("round", LINK_STATE, CODER_STATE, LINK_COST_STATE, *CLOCK, *STATE, *OWN_STATE, RANK_STATE)
 """Keys of the values that belong to the link, not to its method."""
 
 
-def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Method, *, simulated: bool) -> None:
+def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Method, *, rank: int | None) -> None:
     """Raise if a state is not one of a link of these parameters, or lacks parts of ranks that the link loads.
 
     The type and range of every value are checked before any is loaded. The part of each rank is required: if it were
     missing, vectors that all ranks share would be loaded beside a rank's own ones that are zero, and would never agree
     with them again.
 
+    Args:
+        rank: Rank of the link that loads it; None: a simulation of all ranks.
+
     Raises:
-        IncompatibleError: a part is missing or a value is invalid; the message names it.
+        IncompatibleError: a part is missing, a value is invalid, or a rank's own part is another rank's; the message
+            names it.
     """
     try:
         rounds, ranks = state["global"]["round"], set(state) - {"global", "replicated"}
@@ -60,7 +67,7 @@ def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Me
         read_cost(state["global"][LINK_COST_STATE])
     if "replicated" not in state:
         raise IncompatibleError("this state has no part 'replicated': pass all of what state_dict() gave")
-    if simulated:
+    if rank is None:
         if ranks != {f"rank {r}" for r in range(max(len(ranks), 1))}:
             raise IncompatibleError(
                 "a simulation's state has a part for every worker, 'rank 0', 'rank 1' and so on, and this one has "
@@ -75,6 +82,32 @@ def check_state(state: State, parameters: Mapping[str, torch.Tensor], method: Me
     known = kept_names(parameters, method)
     for scope, part in state.items():
         _check_part(scope, part, known, method)
+        if scope not in ("global", "replicated"):
+            _check_rank(part, int(scope.partition(" ")[2]) if rank is None else rank, method)
+
+
+def with_rank(own: dict[str, torch.Tensor], rank: int, method: Method) -> dict[str, torch.Tensor]:
+    """Add the rank's number to what a rank keeps of its own, if a part of that suits no other rank."""
+    if not set(method.traits.own).isdisjoint(method.traits.of_ranks):
+        own[RANK_STATE] = torch.tensor(rank, device="cpu")
+    return own
+
+
+def _check_rank(part: Mapping[str, torch.Tensor], rank: int, method: Method) -> None:
+    """Check that what suits one rank alone is loaded by that rank.
+
+    What all ranks hold, such as the mean of their shifts, would otherwise never agree with their own parts again.
+    """
+    if RANK_STATE not in part:
+        return  # an earlier version saved it
+    _check_number(RANK_STATE, part[RANK_STATE], MOST_RANKS)
+    wrong = {kind_of(key) for key in part} & set(method.traits.of_ranks)
+    if wrong and int(part[RANK_STATE]) != rank:
+        raise IncompatibleError(
+            f"this is the state of rank {int(part[RANK_STATE])}, and this is rank {rank}, for which its "
+            f"{_listed(wrong)} would be wrong: load on each rank the state that it saved, or use gradwire.save and "
+            "gradwire.load"
+        )
 
 
 def kept_names(parameters: Mapping[str, torch.Tensor], method: Method) -> dict[str, Parameter]:
@@ -89,10 +122,43 @@ def of_other_ranks(memory: Memory) -> None:
         memory.set_value(WORKERS, torch.tensor(0, device="cpu"))
 
 
-def without_some_ranks(state: Mapping[str, torch.Tensor], method: Method) -> dict[str, torch.Tensor]:
-    """Return a rank's state without what is right only together with the state of ranks that no longer exist."""
-    wrong = {method.traits.waiting} if method.traits.subtracts_mean else set()
-    return {key: vector for key, vector in state.items() if key.partition("/")[0] not in wrong}
+def of_another_size(
+    state: State, method: Method, before: int, now: int, warn: Callable[[str, str], None]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return a state without what is right only for the ranks that saved it, on every rank alike; say what is dropped.
+
+    It must not wait for the next exchange, before which the state may be saved again, by ranks of which some have
+    nothing of it.
+
+    Args:
+        before: Number of ranks that saved the state.
+        now: Number of ranks that load it, another one.
+    """
+    wrong, dropped = set(method.traits.of_ranks), set[str]()
+    if now < before and method.traits.subtracts_mean:
+        wrong.add(method.traits.waiting)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for scope, part in state.items():
+        found[scope] = {key: value for key, value in part.items() if kind_of(key) not in wrong}
+        dropped.update(kind_of(key) for key in part.keys() - found[scope].keys())
+    if dropped:
+        warn(
+            "other ranks",
+            f"the state was saved by {before} ranks, and there are {now} now: {_listed(dropped)} of {method!r}, which "
+            "are right for those ranks only, begin anew",
+        )
+    return found
+
+
+def kind_of(key: str) -> str:
+    """Return the kind of a vector, or the name of a value, by which a method declares what has a key in a state.
+
+    Example:
+        >>> kind_of("left@3/layer.weight"), kind_of("value/workers"), kind_of("workers")
+        ('left', 'workers', 'workers')
+    """
+    kind, _, name = key.partition("/")
+    return name.partition("/")[0] if kind == OWN_VALUE else base_kind(kind)
 
 
 def _check_number(name: str, value: object, most: int) -> None:
@@ -158,8 +224,7 @@ def remembered(
     for scope, part in state.items():
         found[scope] = {}
         for key, value in part.items():
-            kind, _, name = key.partition("/")
-            kind = name.partition("/")[0] if kind == OWN_VALUE else base_kind(kind)
+            kind, name = kind_of(key), key.partition("/")[2]
             if key in OWN_VALUES:
                 continue
             if method.traits.sharded and _is_of_other_shards(name, kept):

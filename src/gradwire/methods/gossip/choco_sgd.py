@@ -112,6 +112,7 @@ class ChocoSGD(GossipMethod):
             kernels=self.compressor.traits.kernels,
             remembers=(ESTIMATE, NEIGHBOURS, GRAPH),
             own=(ESTIMATE, NEIGHBOURS),
+            of_ranks=(ESTIMATE, NEIGHBOURS, GRAPH),
             min_numel=self.compressor.traits.min_numel,
             needs_link_cost=self.compressor.traits.needs_link_cost,
             gauges=self.compressor.traits.gauges,

@@ -108,6 +108,7 @@ class PowerGossip(GossipMethod):
             kernels=("low_rank",),
             remembers=(LEFT, RIGHT, GRAPH),
             own=(LEFT, RIGHT),
+            of_ranks=(LEFT, RIGHT, GRAPH),
             # Rounds of an even number of iterations all begin on the same side.
             period=1 + self.iterations % 2,
         )
