@@ -65,6 +65,9 @@ def trained(spec: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     state = link.state_dict()
     link.synchronise()
     answer = {"rows": rows, "mean": mean, "own": own, "after": flat(module), "sent": sent, "round": link.round}
+    for _ in range(2 * link.method.traits.local_steps):
+        link.after_step()
+    answer["still"] = flat(module)
     link.close()
     return answer | {"state": state, "diagnostics": link.diagnostics()["parameters"]}
 
@@ -94,6 +97,7 @@ def test_real_ranks_have_the_simulations_bits(four_ranks: Ranks, spec: str) -> N
         assert torch.equal(real["mean"], mean)
         assert torch.equal(real["own"], ours[-1])
         assert torch.equal(real["after"], mean)
+        assert torch.equal(real["still"], mean)
         own = state[f"rank {rank}"]
         assert set(own) == set(real["state"]["rank"])
         assert all(torch.equal(x, real["state"]["rank"][key]) for key, x in own.items())

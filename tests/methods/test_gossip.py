@@ -312,6 +312,36 @@ def test_synchronising_gives_all_workers_the_plain_mean(method: gw.Method) -> No
 
 
 @pytest.mark.parametrize("method", ONCE, ids=repr)
+def test_workers_that_were_synchronised_do_not_part_by_themselves(method: gw.Method) -> None:
+    """What is left of exchanges before the mean was set does not come back with those after it."""
+    ours = Workers(method)
+    for step in range(6):
+        noise = torch.randn(ours.rows().shape, generator=torch.Generator().manual_seed(step))
+        ours.put(ours.rows() + 0.1 * noise)
+        ours.link.after_step()
+    ours.link.synchronise()
+    before = ours.rows()
+    for _ in range(4):
+        ours.link.after_step()
+        assert torch.equal(ours.rows(), before)
+
+
+def test_synchronising_starts_the_schedule_anew_and_averages_buffers() -> None:
+    ours = Workers("DPSGD(every=4)", 2)
+    ours.link.buffers = [[torch.full((2,), value)] for value in (1.0, 3.0)]
+    for _ in range(3):
+        ours.link.after_step()
+    assert [own[0].tolist() for own in ours.link.buffers] == [[1.0, 1.0], [3.0, 3.0]]
+    ours.link.synchronise()
+    assert [own[0].tolist() for own in ours.link.buffers] == [[2.0, 2.0]] * 2
+    rounds = []
+    for _ in range(4):
+        ours.link.after_step()
+        rounds.append(ours.link.link.round)
+    assert rounds == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("method", ONCE, ids=repr)
 def test_a_simulation_is_resumed_exactly(method: gw.Method) -> None:
     whole, first = Workers(method, seed=1), Workers(method, seed=1)
 

@@ -44,6 +44,8 @@ class Traits:
         own: Those of ``remembers`` that each rank keeps for itself; all others are the same on all ranks.
         of_ranks: Those of ``remembers`` that are right only for the ranks that made them, such as the mean of what each
             has sent before. They begin anew when the ranks change.
+        of_parameters: Those of ``remembers`` that follow the parameters of the ranks by what they exchange. They begin
+            anew when a link sets these otherwise, as ``synchronise()`` does.
         of_first: Those of ``remembers`` that rank 0 alone holds until it has sent them to all.
         waiting: The kind of vector that holds the part not sent yet, if the method keeps one.
         subtracts_mean: True if a rank subtracts the common mean from what waits, and not what it has sent itself: only
@@ -101,6 +103,7 @@ class Traits:
     remembers: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     of_ranks: tuple[str, ...] = ()
+    of_parameters: tuple[str, ...] = ()
     of_first: tuple[str, ...] = ()
     waiting: str = "residual"
     subtracts_mean: bool = False

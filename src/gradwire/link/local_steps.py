@@ -41,6 +41,9 @@ class Exchanger(Protocol):
     _runtime: LinkRuntime
     _round: Round | None
 
+    def _settle(self) -> None:
+        """Wait for the end of the latest round."""
+
     def begin(self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean:
         """Start the exchange of a bucket."""
 
@@ -195,6 +198,12 @@ class LocalSteps:
         if not isinstance(self.parameters, GlobalParameters):
             put(list(self._named.values()), self._mean_parameters())
             put(self.buffers, self._mean_buffers())
+            self.parameters.take()
+            link = self._link()
+            if link is not None:
+                link._settle()
+            for kind in self.parameters.method.traits.of_parameters:
+                self._runtime.memory.forget(kind)
             return
         if self.parameters.clock.is_settled:
             # An outer step would go on by its momentum, although no worker has moved.

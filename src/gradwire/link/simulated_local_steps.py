@@ -35,7 +35,8 @@ class SimulatedLocalSteps:
     Attributes:
         link: The simulated link that exchanges the differences or parameters. ``link.traffic(worker)`` is the traffic
             of a rank, without that of a mean for an evaluation.
-        buffers: For each worker, buffers that are averaged with the last fragment, except under gossip.
+        buffers: For each worker, buffers that are averaged with the last fragment; under gossip, whenever parameters
+            are.
 
     Raises:
         IncompatibleError: the method exchanges gradients, or would in its first rounds (``warmup_steps``), or workers
@@ -109,6 +110,11 @@ class SimulatedLocalSteps:
             mean = self._mean()
             for worker in self._workers:
                 worker.incoming([([name], values) for name, values in mean.items()])
+                worker.take()
+            self._average_buffers()
+            for memory in self.link._memories:
+                for kind in first.method.traits.of_parameters:
+                    memory.forget(kind)
             return
         if self._clock.is_settled:
             return
@@ -179,8 +185,12 @@ class SimulatedLocalSteps:
         taken = [worker.incoming([(names, mean)], replaced=replaced) for worker, mean in zip(self._workers, outcomes)]
         self._flying = None
         self._count(discarded=not all(taken))
-        averaged = fragment == self._clock.count - 1 and isinstance(self._workers[0], GlobalParameters)
-        for buffers in zip(*self.buffers) if averaged else ():
+        if fragment == self._clock.count - 1 and isinstance(self._workers[0], GlobalParameters):
+            self._average_buffers()
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        for buffers in zip(*self.buffers):
             mean = _mean_buffer(buffers)
             for buffer in buffers:
                 buffer.copy_(mean.view_as(buffer))

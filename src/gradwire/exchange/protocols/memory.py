@@ -104,8 +104,9 @@ class Memory:
             return math.hypot(*(float(held.norm()) for held in found)) if found else None
 
     def forget(self, kind: str) -> None:
-        """Set all committed vectors of a kind to zero at once; staged ones do not change; idempotent."""
+        """Set all committed vectors of a kind to zero, or drop a value, at once; nothing staged changes; idempotent."""
         with self._lock:
+            self._values.pop(kind, None)
             self._loaded = {key: value for key, value in self._loaded.items() if key[0] != kind}
             for (held_kind, _), bank in self._banks.items():
                 if held_kind == kind:

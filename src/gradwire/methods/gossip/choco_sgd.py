@@ -43,8 +43,9 @@ class ChocoSGD(GossipMethod):
     become small, differences and errors vanish, even if C is biased. Only the weighted sum of the neighbours' estimates
     is stored. The mean over workers does not change, since weights are symmetric.
 
-    In the first exchange parameters are sent uncompressed and become the first estimates. Small parameters and those in
-    ``exclude`` are not compressed, but averaged as by :class:`DPSGD`.
+    In the first exchange, and in the first one after ``link.synchronise()``, parameters are sent uncompressed and
+    become the first estimates. Small parameters and those in ``exclude`` are not compressed, but averaged as by
+    :class:`DPSGD`.
 
     Args:
         graph: See :class:`DPSGD`.
@@ -113,6 +114,7 @@ class ChocoSGD(GossipMethod):
             remembers=(ESTIMATE, NEIGHBOURS, GRAPH),
             own=(ESTIMATE, NEIGHBOURS),
             of_ranks=(ESTIMATE, NEIGHBOURS, GRAPH),
+            of_parameters=(ESTIMATE, NEIGHBOURS, GRAPH),
             min_numel=self.compressor.traits.min_numel,
             needs_link_cost=self.compressor.traits.needs_link_cost,
             gauges=self.compressor.traits.gauges,
