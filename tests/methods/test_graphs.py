@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradwire as gw
-from gradwire.methods.gossip.graphs import MixingMatrix, graph_of, metropolis_hastings, rounds
+from gradwire.methods.gossip.graphs import GRAPHS, MixingMatrix, graph_of, metropolis_hastings, rounds
 
 
 def edges_of(graph: MixingMatrix) -> set[tuple[int, int]]:
@@ -116,12 +116,42 @@ def test_a_file_may_state_weights(tmp_path: Path) -> None:
         ("0 1\n2 3\n", 4, r"no path leads from worker 0 to worker 2"),
         ("", 2, r"no path leads from worker 0 to worker 1"),
         ("0 1 1\n", 2, r"swap their parameters for ever"),
+        ("0 1 2e-10\n", 2, r"hardly become smaller .*: use larger weights"),
         ("0 1 0.5\n1 2 0.5\n2 3 0.5\n3 0 0.5\n", 4, r"swap their parameters for ever"),
     ],
 )
 def test_what_is_no_graph_is_refused_with_its_line(tmp_path: Path, text: str, workers: int, told: str) -> None:
     with pytest.raises(gw.IncompatibleError, match=told):
         graph_of(written(tmp_path, text), workers)
+
+
+def test_a_single_worker_has_no_neighbour_in_any_graph(tmp_path: Path) -> None:
+    """After an elastic restart the graph is still the one that was asked for."""
+    for name in (*GRAPHS, written(tmp_path, "0 1\n1 2\n")):
+        assert graph_of(name, 1).neighbours(0) == ()
+        assert graph_of(name, 1).weights.tolist() == [[1.0]]
+    with pytest.raises(gw.IncompatibleError, match="no file that can be read"):
+        graph_of("rign", 1)
+
+
+def test_a_byte_order_mark_is_no_edge(tmp_path: Path) -> None:
+    assert edges_of(graph_of(written(tmp_path, "\ufeff0 1\n"), 2)) == {(0, 1)}
+
+
+def test_a_link_reads_its_graph_once(tmp_path: Path) -> None:
+    """What the ranks have compared is what they exchange by, whatever becomes of the file."""
+    workers = [torch.nn.Parameter(torch.full((3,), 4.0 * rank)) for rank in range(2)]
+    name = written(tmp_path, "0 1 0.25\n")
+    link = gw.SimulatedLocalSteps([[("x", x)] for x in workers], gw.DPSGD(graph=name))
+    written(tmp_path, "0 1 0.5\n")
+    link.after_step()
+    assert [x[0].item() for x in workers] == [1.0, 3.0]
+    Path(name).unlink()
+    state = link.state_dict()
+    # Random numbers of another link: all plans are made anew.
+    link.load_state_dict(state | {"global": state["global"] | {"link": torch.tensor(3)}})
+    link.after_step()
+    assert [x[0].item() for x in workers] == [1.5, 2.5]
 
 
 def test_neither_a_name_nor_a_file_is_refused(tmp_path: Path) -> None:

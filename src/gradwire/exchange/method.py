@@ -16,6 +16,8 @@ from gradwire.exchange.fields import is_whole as is_whole
 from gradwire.exchange.traits import Traits
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from gradwire.exchange.codecs import Codec
     from gradwire.exchange.ops import Scope
     from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting
@@ -251,6 +253,17 @@ class Method:
             TypeError: :meth:`check_between_two` raises for the method.
         """
         raise TypeError(f"{self!r} is no operator on one vector")
+
+    def with_files(self, world_size: int) -> Self:
+        """Return the method with the content of the files that it names, as they are now.
+
+        A link reads them once, before ranks compare them, and makes all its plans of what it has read: a file that is
+        written again, or removed, changes nothing on some ranks alone.
+
+        Raises:
+            IncompatibleError: a file cannot be read, or does not suit this number of ranks.
+        """
+        return self
 
     def terms(self, world_size: int) -> Mapping[str, object]:
         """Return further fields in which ranks must agree before an exchange, such as the digest of a file.

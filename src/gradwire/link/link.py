@@ -193,7 +193,7 @@ class Link(LinkState, LocalStepsUser):
         self._parameters, self._frozen = named_parameters(parameters), frozen_parameters(parameters)
         # First, since a rank that refuses the rest tells the others so.
         self.group.prefer(next((p.device for p in self._parameters.values()), torch.device("cpu")))
-        self.method = read_method(method)
+        self.method = read_method(method).with_files(self.world_size)
         check_scaler(self.grad_scaler)
         self.options = Options.of(options)
         check_parameters(self._parameters)

@@ -64,7 +64,7 @@ class SimulatedLink:
     ) -> None:
         if not is_whole(world_size, 1):
             raise HyperparameterError(f"world_size: at least one worker is needed, not {world_size!r}")
-        self.method = read_method(method)
+        self.method = read_method(method).with_files(world_size)
         if self.method.traits.tries:
             raise IncompatibleError(
                 f"{self.method!r} chooses by the time that a real link takes: name a method to simulate, or use real"

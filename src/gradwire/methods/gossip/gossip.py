@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -21,6 +22,9 @@ from gradwire.exchange.traits import Traits
 from gradwire.methods.gossip.graphs import GRAPHS, MixingMatrix, graph_of, is_special
 from gradwire.methods.wrappers.wrapper import pieces
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 GRAPH = "graph"
 """Name of the stored value by which a method recognises that its state belongs to this graph."""
 
@@ -33,6 +37,7 @@ class GossipMethod(Method):
 
     graph: str
     every: int
+    _matrix: ClassVar[MixingMatrix | None] = None
 
     def declare(self) -> Traits:
         return replace(
@@ -59,8 +64,22 @@ class GossipMethod(Method):
         found = named and (self.graph in GRAPHS or not is_special(self.graph))
         require(found, owner, f"graph is one of {known}, or the path to a file, not {self.graph!r}")
 
+    def with_files(self, world_size: int) -> Self:
+        found = copy(self)
+        object.__setattr__(found, "_matrix", graph_of(self.graph, world_size))
+        return found
+
+    def matrix(self, world_size: int) -> MixingMatrix:
+        """Return the weights of the graph, which :meth:`with_files` has read or which are read now.
+
+        Raises:
+            IncompatibleError: there is no such graph of so many workers.
+        """
+        found = self._matrix
+        return found if found is not None and found.workers == world_size else graph_of(self.graph, world_size)
+
     def terms(self, world_size: int) -> Mapping[str, object]:
-        return {"graph": graph_of(self.graph, world_size).digest()}
+        return {"graph": self.matrix(world_size).digest()}
 
     def check_optimizer(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         # Workers may use any optimizer.
@@ -116,7 +135,7 @@ class GossipPlan(BucketPlan):
     collective = "gossip"
 
     def __init__(self, method: GossipMethod, setting: PlanSetting) -> None:
-        self.setting, self.graph = setting, graph_of(method.graph, setting.world_size)
+        self.setting, self.graph = setting, method.matrix(setting.world_size)
         self.runs = [[]]
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[None]:

@@ -38,7 +38,7 @@ def read_file(name: str) -> str:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes")
-    return data.decode()
+    return data.decode("utf-8-sig")
 
 
 def read_weights(text: str, name: str, workers: int) -> tuple[set[tuple[int, int]], dict[tuple[int, int], float]]:
@@ -159,17 +159,27 @@ class MixingMatrix:
                 f"{source}: no path leads from worker 0 to worker {lost}: what one of them learns never reaches the "
                 "other; connect them"
             )
-        if self.second_eigenvalue > 1 - MIXES:
+        if self.workers > 1 and float(self._eigenvalues[0]) < MIXES - 1:
             raise IncompatibleError(
                 f"{source}: its workers swap their parameters for ever instead of averaging them (the matrix of "
                 "weights has the eigenvalue -1): leave workers a weight of their own, by smaller weights"
             )
+        if self.second_eigenvalue > 1 - MIXES:
+            raise IncompatibleError(
+                f"{source}: differences between its workers would hardly become smaller (the matrix of weights has the "
+                f"eigenvalue 1 - {1 - self.second_eigenvalue:.1g} beside 1): use larger weights, or none"
+            )
+
+    @cached_property
+    def _eigenvalues(self) -> torch.Tensor:
+        """All eigenvalues of the weights, ascending."""
+        found: torch.Tensor = torch.linalg.eigvalsh(self.weights)
+        return found
 
     @cached_property
     def second_eigenvalue(self) -> float:
         """Second largest magnitude of an eigenvalue, by which an exchange multiplies differences at most."""
-        magnitudes = torch.linalg.eigvalsh(self.weights).abs().sort().values
-        return float(magnitudes[-2]) if self.workers > 1 else 0.0
+        return float(self._eigenvalues.abs().sort().values[-2]) if self.workers > 1 else 0.0
 
     def weight(self, rank: int, other: int) -> float:
         """Return the weight between two workers, or a worker's own."""
@@ -291,11 +301,14 @@ GRAPHS: Mapping[str, Callable[[int], Edges]] = {"ring": _ring, "torus": _torus, 
 
 @lru_cache(maxsize=64)
 def _named(name: str, workers: int) -> MixingMatrix:
-    return MixingMatrix(metropolis_hastings(GRAPHS[name](workers), workers), workers, f'graph="{name}"')
+    edges = GRAPHS[name](workers) if workers > 1 else set()
+    return MixingMatrix(metropolis_hastings(edges, workers), workers, f'graph="{name}"')
 
 
 def graph_of(graph: str, workers: int) -> MixingMatrix:
     """Return the weights of a graph, given its name or the path to its file.
+
+    A single worker, as after an elastic restart, has no neighbour in any graph.
 
     Raises:
         IncompatibleError: there is no such graph of so many workers, or no such file, or its weights are invalid.
@@ -308,5 +321,7 @@ def graph_of(graph: str, workers: int) -> MixingMatrix:
     except (OSError, ValueError) as error:
         known = ", ".join(GRAPHS)
         raise IncompatibleError(f"graph={graph!r} is none of {known}, and no file that can be read: {error}") from None
+    if workers == 1:
+        return MixingMatrix({}, 1, path.name)
     edges, weights = read_weights(text, path.name, workers)
     return MixingMatrix(weights or metropolis_hastings(edges, workers), workers, path.name)
