@@ -87,3 +87,18 @@ def test_without_communication_nothing_travels_and_halos_are_zeros() -> None:
         assert not bool(k[len(own) :].any())
         assert torch.equal(own.grad, torch.ones_like(own))  # type: ignore[arg-type]
     assert all(t.sent_bytes == t.received_bytes == 0 for t in link.traffic())
+
+
+@pytest.mark.parametrize("method", ["fp32", "QSGDinf(levels=7)", "TopK(density=0.5)", "VARCO(start=2, end=2)"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_of_any_type_are_exchanged_in_float32_and_returned_in_their_own(method: str, dtype: torch.dtype) -> None:
+    """So are their gradients; under autocast, rows are in sixteen bits, too."""
+    parts, found = parts_of(random_graph(), 3), {}
+    for kind in (torch.float32, dtype):
+        link = link_of(parts, method)
+        rows = [torch.linspace(-1, 1, 4 * len(p.own)).bfloat16().to(kind).view(-1, 4).requires_grad_() for p in parts]
+        known = extended(link, 0, rows)
+        sum(k.sum() for k in known).backward()  # type: ignore[union-attr]
+        assert {x.dtype for x in known} == {row.grad.dtype for row in rows if row.grad is not None} == {kind}
+        found[kind] = [*known, *(row.grad for row in rows)]
+    assert all(torch.equal(a.to(dtype), b) for a, b in zip(found[torch.float32], found[dtype]))

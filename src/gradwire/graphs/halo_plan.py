@@ -50,8 +50,8 @@ def extended(exchange: HaloExchange | None, layer: int, rows: Sequence[torch.Ten
     Args:
         exchange: The exchange; None if one worker has the whole graph, without a halo.
         layer: Number of the layer, the same on all workers.
-        rows: Own rows, float32 ``[own, width]``, of each worker: of one in a process of a group, of all in a
-            simulation.
+        rows: Own rows ``[own, width]`` of each worker: of one in a process of a group, of all in a simulation. Rows of
+            another type than float32, as under autocast, are exchanged in float32 and returned in their own.
 
     Raises:
         IncompatibleError: there is an exchange, and the rows are not in main memory.
@@ -71,14 +71,14 @@ class _Extended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: HaloExchange, layer: int, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.exchange, ctx.layer, ctx.own = exchange, layer, [len(own) for own in rows]
-        halo = exchange.forward(layer, [own.detach() for own in rows])
-        return tuple(torch.cat(pair) for pair in zip(rows, halo))
+        halo = exchange.forward(layer, [own.detach().float() for own in rows])
+        return tuple(torch.cat([own, other.to(own.dtype)]) for own, other in zip(rows, halo))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         parts = [g.split([own, len(g) - own]) for g, own in zip(gradients, ctx.own)]
-        added = ctx.exchange.backward(ctx.layer, [halo for _, halo in parts], ctx.own)
-        return (None, None, *(own + more for (own, _), more in zip(parts, added)))
+        added = ctx.exchange.backward(ctx.layer, [halo.float() for _, halo in parts], ctx.own)
+        return (None, None, *(own + more.to(own.dtype) for (own, _), more in zip(parts, added)))
 
 
 class HaloPlan:
