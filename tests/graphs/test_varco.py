@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
@@ -167,3 +168,17 @@ def test_values_may_be_quantised() -> None:
 def test_fields_out_of_range_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(gw.HyperparameterError, match="VARCO"):
         gw.VARCO(**fields)  # type: ignore[arg-type]
+
+
+def test_what_was_drawn_for_a_step_ends_with_it() -> None:
+    """Places have eight bytes for each entry that is sent: hundreds of draws would take gigabytes."""
+    parts = parts_of(random_graph(), 3)
+    link = link_of(parts, "VARCO(start=3, end=3)")
+    for _ in range(2):
+        known = extended(link, 0, [torch.ones(len(p.own), 4, requires_grad=True) for p in parts])
+        sum(k.sum() for k in known).backward()  # type: ignore[union-attr]
+        drawn = [weakref.ref(places) for worker in link.workers for places in worker.plan.drawn.values()]
+        # Both ends and both directions of a boundary, and all workers of a simulation, use one draw.
+        assert len({id(ref()) for ref in drawn}) == int((parts[0].boundary.counts > 0).sum())
+        link.next_round()
+        assert [ref() for ref in drawn if ref() is not None] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -28,6 +29,7 @@ class ChannelSetting:
         seed: Seed of all random numbers.
         steps: Number of steps of the training; None if unknown.
         kernels: Kernels that the operators of the method call.
+        drawn: What the channels of a plan have drawn for the current step, for other channels that need the same.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ChannelSetting:
     seed: int
     steps: int | None
     kernels: Kernels
+    drawn: dict[Hashable, torch.Tensor] = field(default_factory=dict)
 
 
 class RowChannel(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -95,6 +95,9 @@ class HaloPlan:
         seed: Seed of random numbers.
         steps: Number of steps of the training; None if unknown.
 
+    Attributes:
+        drawn: What channels have drawn for the current step; cleared when that ends.
+
     Raises:
         HyperparameterError: the seed or the number of steps is not a whole number.
         IncompatibleError: the method needs to know the number of steps, or cannot work with this one.
@@ -110,6 +113,7 @@ class HaloPlan:
         self._kernels, self._seed, self._steps = kernels, seed, steps
         self._largest = int(boundary.counts.max())
         self._channels: dict[tuple[int, int, int, int, int], RowChannel] = {}
+        self.drawn: dict[Hashable, torch.Tensor] = {}
 
     def forward(self, context: Context, rows: torch.Tensor) -> Exchange[torch.Tensor]:
         """Return the rows of the halo.
@@ -206,6 +210,7 @@ class HaloPlan:
                     seed=self._seed,
                     steps=self._steps,
                     kernels=self._kernels,
+                    drawn=self.drawn,
                 )
             )
         return self._channels[key]

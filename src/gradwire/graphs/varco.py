@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -107,8 +106,6 @@ class VARCO(HaloMethod):
         return _Masked(self, setting)
 
 
-# Sender and receiver use the same draw in both directions, and a simulation plays all of them.
-@lru_cache(maxsize=256)
 def _drawn(key: tuple[int, int], numel: int, count: int, round: int) -> torch.Tensor:
     """Return ``count`` of ``numel`` places, which depend on the key and the round only."""
     return torch.from_numpy(RandomElements([numel], [key], [count], contiguous=False).draw(round, SHARED))
@@ -119,7 +116,7 @@ class _Masked(RowChannel):
 
     def __init__(self, method: VARCO, setting: ChannelSetting) -> None:
         self._method, self._steps = method, setting.steps
-        self._shape = setting.rows, setting.width
+        self._shape, self._drawn = (setting.rows, setting.width), setting.drawn
         self._numel = setting.rows * setting.width
         self._key = parameter_key(setting.seed, setting.boundary, "choice")
         self._coder = VectorCoder(method.values, setting.kernels, setting.name, setting.seed)
@@ -131,7 +128,15 @@ class _Masked(RowChannel):
     def places(self, round: int) -> torch.Tensor | None:
         """Return the places of the entries that are sent in a round; None: all entries, in order."""
         count = self.count(round)
-        return None if count == self._numel else _drawn(self._key, self._numel, count, round)
+        if count == self._numel:
+            return None
+        # Sender and receiver use the same draw in both directions, and a simulation plays all of them. No later step
+        # needs it.
+        key = self._key, self._numel, count, round
+        found = self._drawn.get(key)
+        if found is None:
+            found = self._drawn[key] = _drawn(*key)
+        return found
 
     def most_bytes(self, round: int) -> int:
         return self._coder.most_bytes(self.count(round))

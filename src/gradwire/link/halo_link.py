@@ -99,6 +99,7 @@ class HaloWorker:
             self.memory.commit()
         self.gauges.add(HALO_BYTES, self.meter.sent_bytes - self._counted_bytes, 1)
         self.round, self._counted_bytes = self.round + 1, self.meter.sent_bytes
+        self.plan.drawn.clear()
         self.rounds_here += 1
         self.gauges.end_round(skipped=False)
 
@@ -153,6 +154,7 @@ class HaloWorker:
                 "this is the state of another partition: continue with the graph, workers and seed of its training"
             )
         self.round = round
+        self.plan.drawn.clear()
         self.memory.load({"global": common, "replicated": {}, "rank": own})
 
 

@@ -41,6 +41,8 @@ class SimulatedHaloLink:
         if not boundaries or any((b.rank, b.workers) != (r, len(boundaries)) for r, b in enumerate(boundaries)):
             raise IncompatibleError("the boundaries of all workers are needed, in the order of their ranks")
         self.workers = [HaloWorker(self.method, b, seed=seed, steps=steps, backend=backend) for b in boundaries]
+        for worker in self.workers:
+            worker.plan.drawn = self.workers[0].plan.drawn
         self._exact = [HaloWorker(Halo(), b) for b in boundaries]
         compiled(self.method, backend)
         self._evaluates = False
