@@ -47,6 +47,9 @@ NOISE = replace(AT_ONCE, relative_error=ERROR + 0.1)
         # Few elements, but drawn, and so long that no more is lost than is clipped.
         ("terngrad", replace(LOST, cosine=0.75), None),
         ("randk", replace(LOST, cosine=0.1, kept=0.95), None),
+        # What is left out is in the next difference.
+        ("ChocoSGD(compressor=TopK(density=0.01), gamma=0.02)", LOST, None),
+        ("EF21(compressor=TopK(density=0.01))", LOST, None),
         ("atomo", NOISE, "errs by 4.1 times the gradient"),
         ("qsgd", replace(NOISE, relative_error=ERROR), None),
         ("errorfeedback", replace(NOISE, age=1.0), None),

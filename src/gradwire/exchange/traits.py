@@ -51,6 +51,8 @@ class Traits:
         subtracts_mean: True if a rank subtracts the common mean from what waits, and not what it has sent itself: only
             all ranks' vectors together are then what was not sent. Without one of them the others' are wrong, and begin
             anew.
+        sends_differences: True if a rank sends the difference to what it has sent before, so that the next one holds
+            what was left out of this one, and nothing is lost.
         min_numel: Parameters with fewer elements are sent in float32, unless the user sets another limit.
         local_steps: Number of optimizer steps between two exchanges of their changes; 0: gradients are exchanged at
             every synchronised backward.
@@ -107,6 +109,7 @@ class Traits:
     of_first: tuple[str, ...] = ()
     waiting: str = "residual"
     subtracts_mean: bool = False
+    sends_differences: bool = False
     min_numel: int = 1024
     local_steps: int = 0
     at_own_pace: bool = False

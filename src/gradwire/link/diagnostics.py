@@ -296,7 +296,8 @@ def _problem(method: Method, measured: Comparison) -> str | None:
             f"what it sends says little of the gradient ({cosine}), and what waits to be sent is "
             f"{measured.age:.1f} gradients long, about so many rounds late"
         )
-    if measured.density < ELEMENTS and measured.kept < KEPT and measured.cosine**2 > ALIKE * measured.kept:
+    few = measured.density < ELEMENTS and measured.kept < KEPT
+    if few and measured.cosine**2 > ALIKE * measured.kept and not method.traits.sends_differences:
         return (
             f"it sends {100 * measured.density:.2g} % of the elements and keeps nothing of the others, so that "
             f"{100 * (1 - measured.kept):.0f} % of the gradient is lost ({cosine})"

@@ -62,6 +62,7 @@ class ShiftAlgorithm(Method):
             collectives=as_sent(self.compressor),
             re_encoding=False,
             needs_loss_scale=True,
+            sends_differences=True,
             kernels=(*self.compressor.traits.kernels, "shifts"),
         )
 

@@ -115,6 +115,7 @@ class ChocoSGD(GossipMethod):
             own=(ESTIMATE, NEIGHBOURS),
             of_ranks=(ESTIMATE, NEIGHBOURS, GRAPH),
             of_parameters=(ESTIMATE, NEIGHBOURS, GRAPH),
+            sends_differences=True,
             min_numel=self.compressor.traits.min_numel,
             needs_link_cost=self.compressor.traits.needs_link_cost,
             gauges=self.compressor.traits.gauges,
