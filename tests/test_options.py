@@ -13,7 +13,7 @@ import gradwire as gw
 from cases import CASES
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.planning import Options
-from gradwire.graphs import Graph, partition, subgraphs
+from gradwire.graphs import Graph, partition, subgraphs, symmetrised
 from gradwire.methods.registry import METHODS
 
 
@@ -46,7 +46,7 @@ def test_what_holds_no_patterns_is_refused(exclude: Any) -> None:
 def test_a_seed_is_a_whole_number(seed: Any) -> None:
     """True would pass for 1, and draw another stream where a seed is hashed as text."""
     nodes = torch.ones(2, dtype=torch.bool)
-    graph = Graph(torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, 1), nodes.long(), nodes, ~nodes)
+    graph = Graph(symmetrised(torch.tensor([[0], [1]]), 2), torch.zeros(2, 1), nodes.long(), nodes, ~nodes)
     (part,) = subgraphs(graph, partition(graph, 1))
     for build in (
         lambda: Options(seed=seed),

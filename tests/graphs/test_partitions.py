@@ -65,6 +65,22 @@ def test_graphs_that_make_no_sense_are_refused() -> None:
         Graph(torch.tensor([[0], [1]]), torch.ones(3, 1), torch.zeros(2).long(), marks, marks)
 
 
+@pytest.mark.parametrize("wrong", ["shuffled", "one way", "without loops", "twice"])
+def test_edges_in_another_form_are_refused(wrong: str) -> None:
+    """As those of other libraries: greedy partitions and the weights of edges would be wrong without an error."""
+    edges = symmetrised(torch.tensor([[0, 1, 2], [1, 2, 3]]), 4)
+    marks, rest = torch.ones(4, dtype=torch.bool), (torch.ones(4, 1), torch.zeros(4).long())
+    Graph(edges, *rest, marks, marks)
+    broken = {
+        "shuffled": edges[:, torch.arange(edges.shape[1]).roll(1)],
+        "one way": edges[:, edges[0] <= edges[1]],
+        "without loops": edges[:, edges[0] != edges[1]],
+        "twice": edges.repeat_interleave(2, dim=1),
+    }
+    with pytest.raises(gw.IncompatibleError, match="symmetrised first"):
+        Graph(broken[wrong], *rest, marks, marks)
+
+
 def test_edges_go_both_ways_once_and_every_node_has_one_to_itself() -> None:
     edges = symmetrised(torch.tensor([[0, 0, 2, 1], [1, 1, 2, 0]]), 3)
     assert list(map(tuple, edges.T.tolist())) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 2)]

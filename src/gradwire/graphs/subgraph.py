@@ -42,7 +42,8 @@ class Graph:
         held_out: Whether a node is evaluated on, bool ``[nodes]``.
 
     Raises:
-        IncompatibleError: an edge names a node that does not exist, or the attributes have different lengths.
+        IncompatibleError: an edge names a node that does not exist, the attributes have different lengths, or the edges
+            are in another order, or not all there.
     """
 
     edges: torch.Tensor
@@ -57,6 +58,15 @@ class Graph:
             raise IncompatibleError("a graph needs features, a label and both marks of every node")
         if self.edges.numel() and not 0 <= int(self.edges.min()) <= int(self.edges.max()) < n:
             raise IncompatibleError(f"an edge of the graph names a node outside 0 to {n - 1}")
+        source, target = self.edges
+        keys, back = target * n + source, source * n + target
+        loops = int((source == target).sum()) == n
+        if not loops or not bool((keys.diff() > 0).all()) or not torch.equal(keys, back.sort().values):
+            # Partitions and the weights of edges would be wrong without an error.
+            raise IncompatibleError(
+                "the edges of a graph are there in both directions, with one from each node to itself, by target and "
+                "then by source: pass them through gradwire.graphs.symmetrised first"
+            )
 
     @property
     def nodes(self) -> int:
