@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.link.buffers import FEW, mean_of_finite
 from log_texts import LogTexts
 from ranks import Ranks, fresh_ranks
 
@@ -401,6 +402,36 @@ def test_a_statistic_that_is_not_finite_on_a_rank_does_not_reach_the_others(thre
     for of_rank in three_ranks(averaged_statistics):
         assert [*of_rank[:2], of_rank[3]] == [1.0, 1.0, 0.0]
         assert math.isnan(of_rank[2])
+
+
+def table_of(rank: int) -> torch.Tensor:
+    """Return a buffer of so many elements that it is not sent by all to all; two of them are not finite."""
+    table = torch.randn(FEW + 3, generator=torch.Generator().manual_seed(rank))
+    table[5 : 5 + 2 * (rank == 1)] = torch.nan
+    table[9] = torch.inf
+    return table
+
+
+def averaged_table() -> torch.Tensor:
+    link = gw.Link([("x", nn.Parameter(torch.zeros(4)))], "LocalSGD(every=1)", min_numel=0)
+    link.local.buffers = [table_of(link.rank), torch.full((2,), float(link.rank))]
+    link.after_step()
+    link.close()
+    return torch.cat(link.local.buffers)
+
+
+def test_large_buffers_are_averaged_as_parameters_are(three_ranks: Ranks) -> None:
+    """With the simulation's bits, and without what is not finite, as small ones."""
+    workers = [nn.Parameter(torch.zeros(4)) for _ in range(COUNT)]
+    steps = gw.SimulatedLocalSteps([[("x", x)] for x in workers], "LocalSGD(every=1)", min_numel=0)
+    steps.buffers = [[table_of(rank), torch.full((2,), float(rank))] for rank in range(COUNT)]
+    before = torch.stack([torch.cat(own) for own in steps.buffers])
+    steps.after_step()
+    simulated = torch.cat(steps.buffers[0])
+    torch.testing.assert_close(simulated, mean_of_finite(before.double()).float(), rtol=1e-5, atol=1e-6)
+    assert torch.nonzero(~simulated.isfinite()).flatten().tolist() == [9]
+    for found in three_ranks(averaged_table):
+        assert torch.equal(found, simulated)
 
 
 def test_simulated_local_steps_count_what_they_discard_and_give_up_after_three_in_a_row() -> None:

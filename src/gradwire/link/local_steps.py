@@ -13,11 +13,10 @@ from gradwire.errors import ExchangeError, IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import own_buckets
 from gradwire.exchange.protocols import Context, Workspace
-from gradwire.exchange.segments import flat_view
+from gradwire.link.buffers import means_over_channel
 from gradwire.link.global_parameters import GlobalParameters, State, mean_over_ranks, parameters_of
-from gradwire.link.handshake import digest
 from gradwire.link.link_runtime import LinkRuntime
-from gradwire.link.parameters import mean_of_finite, put, swapped
+from gradwire.link.parameters import put, swapped
 from gradwire.link.round import Mean, Round, as_it_is
 from gradwire.link.selection.control_channel import ControlChannel
 from gradwire.link.step_counts import StepCount, on_steps
@@ -347,20 +346,11 @@ class LocalSteps:
         return [found[name] for name in self._named]
 
     def _mean_buffers(self) -> list[torch.Tensor]:
-        """Return the mean over ranks of each buffer's finite values, by a gather of the few that differ."""
-        found = [flat_view(b.detach()) for b in self.buffers]
-        if not found:
-            return []
-        # A mask or a table, which may be large, is the same everywhere.
-        digests = self._channel.gather([digest(x) for x in found])
-        apart = [i for i, of_ranks in enumerate(zip(*digests)) if len(set(of_ranks)) > 1]
-        if apart:
-            own = torch.cat([found[i].to(torch.float32) for i in apart])
-            rows = torch.tensor(self._channel.gather(own.tolist()), dtype=torch.float64, device="cpu")
-            mean = mean_of_finite(rows)
-            for i, part in zip(apart, mean.split([found[i].numel() for i in apart])):
-                found[i] = part
-        return found
+        """Return the mean over ranks of each buffer's finite values."""
+        runtime = self._runtime
+        context = Context(runtime.rank, runtime.world_size, runtime.round)
+        device = next(iter(self._named.values())).device
+        return means_over_channel(self.buffers, self._channel, context, device)
 
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Count the steps of an optimizer or a scaler, if there is one; return a function that ends all counting."""

@@ -136,18 +136,3 @@ def swapped(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
         yield
     finally:
         put(tensors, own)
-
-
-def mean_of_finite(rows: torch.Tensor) -> torch.Tensor:
-    """Return the mean over ranks of values that are finite, and what rank 0 has where no rank's is.
-
-    A rank whose steps are lost because a value was not finite so leaves the others' buffers as they are.
-
-    Args:
-        rows: float64 ``[ranks, n]``.
-    """
-    finite = rows.isfinite()
-    if bool(finite.all()):
-        return rows.mean(0)
-    mean = rows.where(finite, 0.0).sum(0) / finite.sum(0)
-    return mean.where(finite.any(0), rows[0])

@@ -14,10 +14,10 @@ from gradwire.exchange.drivers import Meter, Traffic, dense_bytes, simulate_rank
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import FragmentClock, Options, exchanged
 from gradwire.exchange.protocols import Context
-from gradwire.exchange.segments import flat_view
+from gradwire.link.buffers import mean_of_simulated
 from gradwire.link.global_parameters import GlobalParameters, mean_over_ranks, parameters_of
 from gradwire.link.local_steps import GIVES_UP, MOST_DISCARDED
-from gradwire.link.parameters import mean_of_finite, named_parameters, swapped
+from gradwire.link.parameters import named_parameters, put, swapped
 from gradwire.link.simulate import SimulatedLink
 from gradwire.methods.spec import method as read_method
 
@@ -109,7 +109,7 @@ class SimulatedLocalSteps:
         if not isinstance(first, GlobalParameters):
             mean = self._mean()
             for worker in self._workers:
-                worker.incoming([([name], values) for name, values in mean.items()])
+                put([worker.pieces[name] for name in mean], list(mean.values()))
                 worker.take()
             self._average_buffers()
             for memory in self.link._memories:
@@ -129,9 +129,8 @@ class SimulatedLocalSteps:
         first = self._workers[0]
         if isinstance(first, GlobalParameters):
             return first.swapped()
-        buffers = [_mean_buffer(same).view_as(same[0]) for same in zip(*self.buffers)]
         tensors = [*first.pieces.values(), *(self.buffers[0] if self.buffers else ())]
-        return swapped(tensors, [*self._mean().values(), *map(flat_view, buffers)])
+        return swapped(tensors, [*self._mean().values(), *self._mean_buffers()])
 
     def traffic(self, worker: int = 0) -> Traffic:
         """Return the bytes that a worker would have sent and received, compared with an exchange in every step."""
@@ -188,12 +187,14 @@ class SimulatedLocalSteps:
         if fragment == self._clock.count - 1 and isinstance(self._workers[0], GlobalParameters):
             self._average_buffers()
 
-    @torch.no_grad()
     def _average_buffers(self) -> None:
-        for buffers in zip(*self.buffers):
-            mean = _mean_buffer(buffers)
-            for buffer in buffers:
-                buffer.copy_(mean.view_as(buffer))
+        means = self._mean_buffers()
+        for own in self.buffers:
+            put(own, means)
+
+    def _mean_buffers(self) -> list[torch.Tensor]:
+        context = Context(0, len(self._workers), self.link.round)
+        return [mean_of_simulated(same, replace(context, bucket=i)) for i, same in enumerate(zip(*self.buffers))]
 
     def _count(self, discarded: bool) -> None:
         self._discarded = self._discarded + 1 if discarded else 0
@@ -207,7 +208,3 @@ class SimulatedLocalSteps:
         simulate_ranks([mean_over_ranks(*pair) for pair in zip(contexts, rows)], [Meter() for _ in rows])
         sizes = [p.numel() for p in self._workers[0].pieces.values()]
         return dict(zip(self._names, rows[0].split(sizes)))
-
-
-def _mean_buffer(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    return mean_of_finite(torch.stack([b.detach().to(torch.float64).reshape(-1) for b in buffers]))
