@@ -69,6 +69,20 @@ def drift_of(method: gw.Method, degree: int, largest: float) -> float:
     return getattr(method, "iterations", 1) * (2 * degree + degree + 1) * U * largest
 
 
+@pytest.mark.parametrize("method", ["dpsgd", "power_gossip"])
+def test_float64_parameters_keep_what_float32_has_no_room_for(method: str) -> None:
+    """An exchange rounds the change that it makes, and not the parameters."""
+    workers = [torch.nn.Parameter(torch.ones(3, 40, dtype=torch.float64)) for _ in range(2)]
+    steps = gw.SimulatedLocalSteps([[("x", x)] for x in workers], method, min_numel=0)
+    for _ in range(20):
+        with torch.no_grad():
+            for x in workers:
+                x.sub_(1e-9)
+        steps.after_step()
+    for x in workers:
+        assert torch.allclose(x, torch.full_like(x, 1 - 20e-9), rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("method", ONCE, ids=repr)
 def test_the_mean_over_workers_stays(method: gw.Method) -> None:
     """1, to what float32 rounds in as many exchanges."""

@@ -252,11 +252,17 @@ class OwnParameters:
         """Return a bucket of these parameters, float32."""
         return torch.cat([flat_view(self._parameters[name]).to(torch.float32) for name in names])
 
+    @torch.no_grad()
     def incoming(self, outcomes: Iterable[tuple[Sequence[str], torch.Tensor]], *, replaced: bool = False) -> bool:
-        """Set this worker's parameters to the outcomes of an exchange, of all buckets; return True."""
+        """Set this worker's parameters to the outcomes of an exchange, of all buckets; return True.
+
+        Those in float64 get the change by the exchange, so that it rounds nothing else of them to float32.
+        """
         for names, flat in outcomes:
             parameters = [self._parameters[name] for name in names]
-            put(parameters, flat.split([p.numel() for p in parameters]))
+            for p, outcome in zip(parameters, flat.split([p.numel() for p in parameters])):
+                own = flat_view(p)
+                put([p], [own + (outcome - own.to(torch.float32)) if p.dtype == torch.float64 else outcome])
         return True
 
     def arrived(self) -> None:
