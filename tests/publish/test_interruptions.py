@@ -165,6 +165,30 @@ def test_buffers_that_a_module_has_given_up_are_not_followed(tmp_path: Path) -> 
         subscriber.update()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["module", "named tensors"])
+def test_tensors_that_were_given_another_type_are_refused_by_name(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """``Module.to`` keeps parameters and replaces their memory."""
+    trained, served = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    publisher = gw.WeightPublisher(trained, tmp_path)
+    subscriber = gw.WeightSubscriber(served if kind == "module" else dict(served.named_parameters()), tmp_path)
+    publisher.publish(0)
+    subscriber.update()
+    served.to(dtype)
+    held = copies(dict(served.named_parameters()))
+    for step in range(2):
+        for update in (subscriber.update, lambda: subscriber.update(full=True), lambda: subscriber.update("staging")):
+            with pytest.raises(gw.IncompatibleError, match=r"differ from those .* 'bias' .* F32 \[4\] there"):
+                update()
+        assert same(dict(served.named_parameters()), held)
+        publisher.publish(step + 1)
+    served.float()
+    assert subscriber.update(full=True) == 2
+    assert same(dict(served.named_parameters()), dict(trained.named_parameters()))
+
+
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
     first = {"a": torch.zeros(5), "b": torch.zeros(5)}
     save_file(first, tmp_path / "w.safetensors")

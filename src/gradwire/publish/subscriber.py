@@ -162,7 +162,7 @@ class WeightSubscriber:
 
         Raises:
             PayloadError: a file was refused, or the tensors have been changed by something else.
-            IncompatibleError: the published weights have other names, types or shapes, or the module has by now;
+            IncompatibleError: the published weights have other names, types or shapes, or the tensors have by now;
                 tensors share memory, and cannot hold the published values; or ``into="staging"`` was given for weights
                 in a file.
             HyperparameterError: ``into`` is neither None nor "staging".
@@ -248,15 +248,15 @@ class WeightSubscriber:
         return head.step
 
     def _take_tensors(self) -> None:
-        """Take the tensors that the module has by now.
+        """Take the tensors that the module has by now, and refuse those of another type or shape than before.
 
         Methods such as ``Module.to`` and ``load_state_dict(assign=True)`` give a module other ones, which hold what
         those before held, or something else.
         """
         live = self._held.weights
-        if self._module is None or not isinstance(live, LiveTensors):
+        if not isinstance(live, LiveTensors):
             return
-        if live.take(local_of(named_tensors(self._module, sharded=True))):
+        if live.take(live.own() if self._module is None else local_of(named_tensors(self._module, sharded=True))):
             self._held.forget()
 
     def _staging(self) -> Following:

@@ -199,20 +199,23 @@ class LiveTensors:
     def take(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Go on with the tensors of these names; return whether any is another object than before.
 
+        A tensor that is the same object may have another type or shape: ``Module.to`` replaces a parameter's memory.
+
         Raises:
             IncompatibleError: they have another layout.
         """
-        now = [tensors.get(entry.name) for entry in self.layout.entries]
-        if len(now) == len(tensors) and all(new is old for new, old in zip(now, self._tensors)):
-            return False
         layout = Layout(_entry(name, tensor) for name, tensor in tensors.items())
-        if layout.digest != self.layout.digest:
+        if layout.entries != self.layout.entries:
             raise IncompatibleError(
                 f"the tensors differ from those that the subscriber was given: {layout.difference(self.layout)}; "
                 "build another subscriber for them"
             )
-        self._tensors = [tensors[entry.name] for entry in self.layout.entries]
-        return True
+        before, self._tensors = self._tensors, [tensors[entry.name] for entry in self.layout.entries]
+        return any(new is not old for new, old in zip(self._tensors, before))
+
+    def own(self) -> dict[str, torch.Tensor]:
+        """Return the very tensors by name."""
+        return {entry.name: tensor for entry, tensor in zip(self.layout.entries, self._tensors)}
 
     def _direct(self, number: int) -> bool:
         tensor, entry = self._tensors[number], self.layout.entries[number]
@@ -298,7 +301,7 @@ class LiveTensors:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name."""
-        return {entry.name: tensor.detach() for entry, tensor in zip(self.layout.entries, self._tensors)}
+        return {name: tensor.detach() for name, tensor in self.own().items()}
 
 
 class SavedTensors:
