@@ -238,3 +238,41 @@ def test_what_ddp_ignores_stays_each_ranks_own(three_ranks: Ranks, spec: str) ->
     assert list(buffers) == [0.0, 50.0, 100.0]
     assert found[0][1] == found[1][1] == found[2][1]
     assert [sent for _, _, sent in found] == [0] * 3
+
+
+class WithTable(torch.nn.Module):
+    """A parameter of the root module, and a table with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(2))
+        self.table, self.last = torch.nn.EmbeddingBag(10, 2, sparse=True), torch.nn.Linear(2, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(rows) * self.scale)  # type: ignore[no-any-return]
+
+
+def ignored_at_the_root() -> tuple[list[float], list[float]]:
+    """Let DDP ignore both; return the gradients of the root module's, by a link and by DDP alone, and of the table."""
+    found = []
+    for spec in ("fp32", None):
+        torch.manual_seed(0)
+        module = WithTable()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["scale", "table.weight"])
+        ddp = DistributedDataParallel(module)
+        link = gw.attach(ddp, spec) if spec else None
+        ddp(torch.full((1, 2), dist.get_rank())).sum().backward()
+        if link is not None:
+            link.close()
+        assert module.scale.grad is not None
+        found.append(module.scale.grad.tolist())
+        assert module.table.weight.grad is not None
+        assert module.table.weight.grad.coalesce().indices().tolist() == [[dist.get_rank()]]
+    return found[0], found[1]
+
+
+@pytest.mark.ranks
+def test_what_ddp_is_told_to_ignore_and_reduces_all_the_same_is_exchanged(three_ranks: Ranks) -> None:
+    """DDP knows parameters of the root module by another name than its list has; sparse ones it does ignore stay."""
+    found = three_ranks(ignored_at_the_root)
+    assert [by_link for by_link, _ in found] == [found[0][1]] * 3

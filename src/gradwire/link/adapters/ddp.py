@@ -3,11 +3,11 @@
 This module does not postpone annotations: DDP compares a hook's annotations with the types themselves.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import IncompatibleError
@@ -25,26 +25,38 @@ def attach_ddp(
     """Exchange the gradients of a DDP module by a method from now on; see :func:`gradwire.attach`."""
     group = _check(module, process_group)
     refuse_scatter(options["collective"], "a DistributedDataParallel module")
-    link = Link(_not_ignored(module, module.module.named_parameters()), method, group=group, **options)
+    link = Link(_exchanged(module), method, group=group, **options)
     module._comm_hooks.clear()
     module.register_comm_hook(_Hooked(module, link), _exchange)
     if link.method.traits.local_steps:
         # DDP would send rank 0's buffers before every forward, and overwrite those that each rank has computed.
         module.broadcast_buffers = False
         link.local.count_any_optimizer()
-        buffers = _not_ignored(module, module.module.named_buffers())
-        link.local.buffers = [b for _, b in buffers if b.is_floating_point()]
+        link.local.buffers = [b for b in _buffers(module) if b.is_floating_point()]
     _count_buffers(module, link)
     if module.find_unused_parameters:
         caution_about_unused(link.method, link._runtime.warnings)
     return link
 
 
-def _not_ignored(
-    module: DistributedDataParallel, named: Iterable[tuple[str, torch.Tensor]]
-) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters or buffers that DDP was not told to leave to each rank."""
-    return [(name, tensor) for name, tensor in named if name not in module.parameters_to_ignore]
+def _reduced(module: DistributedDataParallel) -> set[int]:
+    """Return the identities of the parameters that DDP reduces.
+
+    Names do not tell: of the parameters that it was told to ignore, DDP still reduces those of the root module itself.
+    """
+    return {id(p) for p in module._build_params_for_reducer()[0]}
+
+
+def _exchanged(module: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters that DDP reduces, and those that are frozen, by name."""
+    reduced, ignored = _reduced(module), module.parameters_to_ignore
+    named = module.module.named_parameters()
+    return [(name, p) for name, p in named if id(p) in reduced or not (p.requires_grad or name in ignored)]
+
+
+def _buffers(module: DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the buffers that DDP was not told to leave to each rank."""
+    return [b for name, b in module.module.named_buffers() if name not in module.parameters_to_ignore]
 
 
 class _Hooked:
@@ -53,7 +65,7 @@ class _Hooked:
     def __init__(self, module: DistributedDataParallel, link: Link) -> None:
         self.link = link
         self.names = {id(p): plain_name(name) for name, p in module.module.named_parameters()}
-        self.exchanged = {plain_name(name) for name, p in module.module.named_parameters() if p.requires_grad}
+        self.exchanged = set(link._parameters)
 
     def __reduce__(self) -> Any:
         return self.link.__reduce__()
@@ -82,8 +94,10 @@ def _exchange(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 
 def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    reduced = _reduced(module)
     for name, p in module.module.named_parameters():
-        check_steps_in_backward(name, p)
+        if id(p) in reduced:
+            check_steps_in_backward(name, p)
     hooks = [state for _, state in module._comm_hooks if not isinstance(state, DetachedLink)]
     if hooks:
         first = hooks[0]
@@ -104,7 +118,8 @@ def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> 
             '"ddp_optimizer" before wrapping'
         )
     for name, part in module.module.named_modules():
-        if getattr(part, "sparse", False) is True and isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        is_sparse = getattr(part, "sparse", False) is True and isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        if is_sparse and id(part.weight) in reduced:
             raise IncompatibleError(
                 f"module {name!r} makes sparse gradients, which no method here can exchange; build it with sparse=False"
             )
@@ -131,8 +146,7 @@ class _BufferCounter:
 
 
 def _count_buffers(module: DistributedDataParallel, link: Link) -> None:
-    buffers = _not_ignored(module, module.module.named_buffers())
-    size = sum(b.numel() * b.element_size() for _, b in buffers)
+    size = sum(b.numel() * b.element_size() for b in _buffers(module))
     if size and module.broadcast_buffers:
         counter = _BufferCounter(size * _broadcast_copies(link.rank, link.world_size))
         module.register_forward_pre_hook(counter)
