@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.exchange.protocols import Memory
+from gradwire.exchange.protocols import Memory, Workspace
 from gradwire.exchange.segments import Parameter, lay_out
 
 A, B = Parameter("a", (3,), (1,)), Parameter("b", (2,), (1,))
@@ -146,10 +146,15 @@ def test_nothing_is_lost_between_exchanges_of_all_and_of_some(method: str) -> No
         assert torch.allclose(mean, state["replicated"][f"mean_shift/{name}"], rtol=0, atol=1e-5)
 
 
-def test_buffers_do_not_grow_with_the_number_of_chunks() -> None:
+@pytest.mark.parametrize("method", ["DIANA()", "Hierarchical(compressor=DIANA(), node_size=2)"])
+def test_buffers_do_not_grow_with_the_number_of_chunks(method: str) -> None:
     numel, held = 1 << 15, []
+
+    def count(space: Workspace) -> int:
+        return sum(x.numel() for x in space._buffers.values()) + sum(map(count, space._parts.values()))
+
     for chunk_numel in (numel, numel >> 5):
-        link = gw.SimulatedLink([("w", torch.empty(numel))], "DIANA()", 2, min_numel=0, chunk_numel=chunk_numel)
-        link.reduce_(torch.randn(2, numel, generator=torch.Generator().manual_seed(0)))
-        held.append(sum(x.numel() for space in link._spaces[0] for x in space._buffers.values()))
+        link = gw.SimulatedLink([("w", torch.empty(numel))], method, 4, min_numel=0, chunk_numel=chunk_numel)
+        link.reduce_(torch.randn(4, numel, generator=torch.Generator().manual_seed(0)))
+        held.append(sum(map(count, link._spaces[0])))
     assert held[1] < 1.2 * held[0] + 4 * numel

@@ -97,6 +97,10 @@ class Workspace:
             self._parts[name] = Workspace(self.device, whole)
         return self._parts[name]
 
+    def chunk(self, number: int) -> Workspace:
+        """Return the workspace of a chunk that a plan within this job's plan exchanges; all share one bucket's."""
+        return self._parts.setdefault(f"chunk {number}", Workspace(self.device, self.part("chunks")))
+
 
 def _nobody(kind: str, text: str) -> None:
     """Ignore a warning."""

@@ -327,7 +327,7 @@ class HierarchicalPlan(BucketPlan):
         finite: Flag | None = True
         contributions = []
         for chunk in range(plan.chunks):
-            space = context.workspace.part(f"chunk {chunk}")
+            space = context.workspace.chunk(chunk)
             outcome = yield from plan.run(replace(context, chunk=chunk, workspace=space), vector, prepared)
             finite = both(finite, outcome.finite)
             contributions.append(outcome.sent)

@@ -228,7 +228,7 @@ class TransformedPlan(BucketPlan):
         finite: Flag | None = True
         contributions = []
         for chunk in range(self._inner.chunks):
-            space = context.workspace.part(f"chunk {chunk}")
+            space = context.workspace.chunk(chunk)
             outcome = yield from self._inner.run(replace(context, chunk=chunk, workspace=space), short, inner)
             finite = both(finite, outcome.finite)
             contributions.append(outcome.sent)
