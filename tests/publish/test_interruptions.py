@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -60,18 +61,28 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monk
     publisher = gw.WeightPublisher(trained, tmp_path / "published")
     publisher.publish(0)
 
+    handles = list[int]()
+
     def full(handle: int, offset: int, nbytes: int) -> None:
+        handles.append(handle)
         raise OSError(errno.ENOSPC, "no room")
 
     subscriber = gw.WeightSubscriber(target, tmp_path / "published")
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match="no room"):
-            gw.WeightPublisher(trained, tmp_path / "other", base=tmp_path / "base")
-        with pytest.raises(OSError, match="no room"):
-            subscriber.update()
-    assert not target.exists()
-    assert subscriber.update() == 0
+    for step in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", full)
+            with pytest.raises(OSError, match=r"no room: .*base"):
+                gw.WeightPublisher(trained, tmp_path / "other", base=tmp_path / "base")
+            with pytest.raises(OSError, match=r"no room: .*w\.safetensors"):
+                subscriber.update()
+        assert len(handles) == 2
+        # Neither a file nor an open one without a name takes up room.
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "published", *["w.safetensors"] * step]
+        while handles:
+            with contextlib.suppress(OSError):
+                assert os.fstat(handles.pop()).st_nlink
+        assert subscriber.update() == step
+        publisher.publish(step + 1)
 
 
 def test_file_systems_that_reserve_no_room_are_served(tmp_path: Path, monkeypatch: Any) -> None:

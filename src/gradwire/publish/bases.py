@@ -12,7 +12,7 @@ import torch
 from gradwire.errors import HyperparameterError
 from gradwire.publish.chunks import EncodedChunk, codec_kernels
 from gradwire.publish.container import RAW
-from gradwire.publish.disk import reserve
+from gradwire.publish.disk import open_on_room
 from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.weights import Readable
 from gradwire.publish.whole import encode_whole
@@ -39,8 +39,7 @@ class CopiedBase:
             self._octets = torch.from_numpy(np.empty(at, np.uint8))
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("w+b") as stream:
-                reserve(stream.fileno(), max(at, 1))
+            with open_on_room(file, max(at, 1)) as stream:
                 self._octets = torch.from_numpy(np.memmap(stream, np.uint8, "r+"))
         self._starts = starts
 

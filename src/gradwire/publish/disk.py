@@ -9,6 +9,7 @@ import secrets
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -24,23 +25,32 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def reserve(handle: int, nbytes: int) -> None:
-    """Give an open file a length and room on its disk.
+def open_on_room(path: Path, nbytes: int) -> BinaryIO:
+    """Open a file anew, with a length and room on its disk; if there is not enough, no file is left.
 
     A file that has a length without room is written through a map until the disk is full; the kernel then ends the
     process by a signal.
 
     Raises:
-        OSError: there is not enough room.
+        OSError: there is not enough room for this file, which it names.
     """
-    os.ftruncate(handle, nbytes)
+    stream = path.open("w+b")
+    # A file that is open keeps its room, also without a name.
+    with removed_on_error(path), contextlib.ExitStack() as opened:
+        _reserve(opened.enter_context(stream), nbytes)
+        opened.pop_all()
+    return stream
+
+
+def _reserve(stream: BinaryIO, nbytes: int) -> None:
+    os.ftruncate(stream.fileno(), nbytes)
     if nbytes and hasattr(os, "posix_fallocate"):
         try:
-            os.posix_fallocate(handle, 0, nbytes)
+            os.posix_fallocate(stream.fileno(), 0, nbytes)
         except OSError as error:
             # Some file systems cannot, and take the length alone.
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
+                raise OSError(error.errno, error.strerror, stream.name) from error
 
 
 def partial_of(path: Path) -> Path:

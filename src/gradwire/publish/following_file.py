@@ -13,7 +13,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.publish.container import Octets
-from gradwire.publish.disk import partial_of, put_in_place, remove_partials, removed_on_error, reserve
+from gradwire.publish.disk import open_on_room, partial_of, put_in_place, remove_partials
 from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.safetensor_files import header_of, read_places
 
@@ -98,9 +98,7 @@ class FollowingFile:
     def _begin(self, layout: Layout, size: int, whole: bool) -> None:
         same = self._layout is not None and self._layout.digest == layout.digest
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with removed_on_error(self._partial):
-            self._writing = self._partial.open("w+b")
-            reserve(self._writing.fileno(), size)
+        self._writing = open_on_room(self._partial, size)
         self._new = np.memmap(self._writing, np.uint8, "r+")
         if self._mapped is not None and same and not whole:
             pieces = [range(-(-entry.nbytes // PIECE_BYTES)) for entry in layout.entries]
