@@ -359,21 +359,30 @@ def test_errors_of_pieces_that_are_encoded_while_they_are_written_stay_as_they_a
         UrlPlace(url).write("a.gww", Pieces())
 
 
-def publish_after_an_error(_: object) -> list[tuple[int | None, bool]]:
-    """Rank 0 cannot encode one step; the others have no file of it, and follow the next one."""
+def follow_after_errors(_: object) -> list[tuple[int | None, bool]]:
+    """Rank 0 cannot encode step 1, and not read step 2; at step 4 rank 1 has a tensor of another type."""
     trained, group, rank = weights(), dist.group.WORLD, dist.get_rank()
     publisher = gw.WeightPublisher(trained, group) if rank == 0 else None
     served = zeros(trained)
     subscriber = None if publisher else gw.WeightSubscriber(served, group)
     found: list[tuple[int | None, bool]] = []
-    for step in range(4):
-        if subscriber is not None:
+    for step in range(6):
+        if subscriber is not None and rank == 1 and step == 4:
+            bias = served["layer.bias"]
+            bias.data = bias.data.double()
+            with pytest.raises(gw.IncompatibleError, match=r"'layer\.bias' F64"):
+                subscriber.update()
+            bias.data = bias.data.bfloat16()
+        elif subscriber is not None:
             found.append((subscriber.update(), same(served, trained)))
         elif publisher is not None and step == 1:
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(publisher, "_encode", _no_memory)
                 with pytest.raises(MemoryError):
                     publisher.publish(step)
+        elif publisher is not None and step == 2:
+            with pytest.raises(gw.IncompatibleError, match="the tensors differ from the first ones"):
+                publisher.publish(step, {"another": trained["scale"]})
         elif publisher is not None:
             found.append((publisher.publish(step).step, True))
         nudge(trained, step)
@@ -385,7 +394,8 @@ def _no_memory(*_: object) -> None:
 
 
 @pytest.mark.ranks
-def test_a_group_goes_on_after_a_step_that_could_not_be_encoded(three_ranks: Ranks) -> None:
-    source, *others = three_ranks(publish_after_an_error, None)
-    assert source == [(0, True), (2, True), (3, True)]
-    assert others == [[(0, True), (0, False), (2, True), (3, True)]] * 2
+def test_a_group_goes_on_after_a_step_that_failed_on_one_rank(three_ranks: Ranks) -> None:
+    source, first, second = three_ranks(follow_after_errors, None)
+    assert source == [(0, True), (3, True), (4, True), (5, True)]
+    assert first == [(0, True), (0, False), (0, False), (3, True), (5, True)]
+    assert second == [(0, True), (0, False), (0, False), (3, True), (4, True), (5, True)]

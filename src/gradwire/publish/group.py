@@ -42,6 +42,7 @@ class GroupChannel:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self._agreed = self._passed = False
         self._source = dist.get_global_rank(group, SOURCE)
 
     @property
@@ -49,8 +50,29 @@ class GroupChannel:
         """Whether this is the rank that publishes."""
         return dist.get_rank(self._group) == SOURCE
 
+    @contextlib.contextmanager
+    def turn(self, most_bytes: int = 0) -> Iterator[None]:
+        """Take part in a step to its end, also if the body raises before it has done so: the other ranks wait for it.
+
+        Args:
+            most_bytes: Most bytes of a file; for the ranks that receive.
+        """
+        self._agreed = self._passed = False
+        try:
+            yield
+        except Exception:
+            if not self._agreed:
+                self.wants_anchor(False)
+            if not self._passed and self.is_source:
+                self.send([])
+            elif not self._passed:
+                for _ in self.receive(most_bytes):
+                    pass
+            raise
+
     def wants_anchor(self, own: bool) -> bool:
         """Return whether any rank needs an anchor."""
+        self._agreed = True
         flag = torch.tensor([int(own)], device="cpu")
         with _calls():
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
@@ -58,6 +80,7 @@ class GroupChannel:
 
     def send(self, files: Sequence[Sequence[Octets | bytes]]) -> None:
         """Broadcast files, each in pieces."""
+        self._passed = True
         self._broadcast(torch.tensor([len(files)], device="cpu"))
         for pieces in files:
             whole = torch.from_numpy(np.concatenate([np.frombuffer(view_of(piece), np.uint8) for piece in pieces]))
@@ -74,6 +97,7 @@ class GroupChannel:
         Raises:
             PayloadError: it announces a file of more bytes.
         """
+        self._passed = True
         for _ in range(self._count("files", MOST_FILES)):
             whole = torch.empty(self._count("bytes", most_bytes), dtype=torch.uint8, device="cpu")
             for begin in range(0, len(whole), _PART_BYTES):

@@ -210,6 +210,12 @@ class WeightPublisher:
         """
         if not self._step < step < 2**63:
             raise HyperparameterError(f"step {step} follows step {self._step}: steps ascend from 0")
+        if self._channel is None:
+            return self._publish(step, tensors)
+        with self._channel.turn():
+            return self._publish(step, tensors)
+
+    def _publish(self, step: int, tensors: Weights | None) -> Publication:
         with together(self._ranks, "read its tensors"):
             # Anew, since a module may have other tensors by now.
             weights = self._readable(self._tensors if tensors is None else tensors)
@@ -219,14 +225,8 @@ class WeightPublisher:
         self._chained = False
         self._since_anchor += 1
         exact = due or self._since_anchor >= self._anchor_every
-        try:
-            with together(self._ranks, f"encode its part of step {step}"):
-                patch, anchor, changed = self._encode(step, weights, chained, due, exact)
-        except Exception:
-            if self._channel is not None:
-                # The other ranks wait for this step, and get no file of it.
-                self._channel.send([])
-            raise
+        with together(self._ranks, f"encode its part of step {step}"):
+            patch, anchor, changed = self._encode(step, weights, chained, due, exact)
         encoded = time.perf_counter()
         if chained:
             self._step, self._changed = step, changed

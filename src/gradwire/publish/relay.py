@@ -204,12 +204,13 @@ class GroupRelay:
 
     def flush(self, source: Manifest | None, held: Following) -> None:
         """Broadcast what has been taken, or what a rank can begin with if one needs it, or if that is shorter."""
-        whole = self._channel.wants_anchor(False)
-        files = self._pending
-        if whole or self._waiting > (source.nbytes if source else 0) or len(files) > MOST_FILES:
-            files = self._since_anchor if 0 < len(self._since_anchor) <= MOST_FILES else self._anchor(held)
-        self._pending, self._waiting = [], 0
-        self._channel.send(files)
+        with self._channel.turn():
+            whole = self._channel.wants_anchor(False)
+            files = self._pending
+            if whole or self._waiting > (source.nbytes if source else 0) or len(files) > MOST_FILES:
+                files = self._since_anchor if 0 < len(self._since_anchor) <= MOST_FILES else self._anchor(held)
+            self._pending, self._waiting = [], 0
+            self._channel.send(files)
 
     def _anchor(self, held: Following) -> list[Sequence[Octets | bytes]]:
         """Encode the weights at hand as an anchor, if they are of a known step."""

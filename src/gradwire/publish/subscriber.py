@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -169,22 +170,30 @@ class WeightSubscriber:
         """
         if into not in (None, STAGING):
             raise HyperparameterError(f'into={into!r}: it is None or "{STAGING}"')
-        self._take_tensors()
         held = self._held
-        if into == STAGING:
-            held = self._staging()
         applied: list[AppliedFile] = []
         self._applied = applied
         try:
-            try:
-                self._fetch(held, full, applied)
-            finally:
-                held.settle()
+            with self._turn():
+                self._take_tensors()
+                if into == STAGING:
+                    held = self._staging()
+                try:
+                    self._fetch(held, full, applied)
+                finally:
+                    held.settle()
         finally:
             # Ranks that follow this one wait for it, also if nothing could be fetched.
             if self._relay is not None:
                 self._relay.flush(self._source, held)
         return held.step
+
+    def _turn(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank takes part in a step of a process group, whatever the body raises."""
+        layout = self._held.weights.layout
+        if self._channel is None or layout is None:
+            return nullcontext()
+        return self._channel.turn(_most_bytes(layout))
 
     def _fetch(self, held: Following, full: bool, applied: list[AppliedFile]) -> None:
         """Fetch and write the latest weights."""
@@ -256,8 +265,15 @@ class WeightSubscriber:
         live = self._held.weights
         if not isinstance(live, LiveTensors):
             return
-        if live.take(live.own() if self._module is None else local_of(named_tensors(self._module, sharded=True))):
-            self._held.forget()
+        others = True
+        try:
+            others = live.take(
+                live.own() if self._module is None else local_of(named_tensors(self._module, sharded=True))
+            )
+        finally:
+            if others:
+                # A relay must not serve what they hold as the weights of a step.
+                self._held.forget()
 
     def _staging(self) -> Following:
         live = self._held.weights
@@ -274,7 +290,7 @@ class WeightSubscriber:
         if layout is None:
             raise IncompatibleError("weights in files follow a folder, a URL or a store, not a process group")
         channel.wants_anchor(full or held.sums is None)
-        files = channel.receive(2 * layout.nbytes + MAX_LAYOUT_BYTES)
+        files = channel.receive(_most_bytes(layout))
         try:
             self._write_received(files, following, layout, applied)
         finally:
@@ -360,3 +376,8 @@ class WeightSubscriber:
         spent = (time.perf_counter() - began) / len(rows)
         applied += [replace(row, apply_s=row.apply_s + spent) for row in rows]
         return files
+
+
+def _most_bytes(layout: Layout) -> int:
+    """Return the most bytes of a file of weights."""
+    return 2 * layout.nbytes + MAX_LAYOUT_BYTES
