@@ -138,6 +138,17 @@ def test_an_autoencoder_of_which_the_trainer_goes_begins_anew(change: str, insta
     assert int(ended["a", AT]["autoencoder_steps"]) == AT
     assert int(ended["b", AT + 1]["autoencoder_steps"]) == 1
     assert "autoencoder" not in ended["c", AT + 1]
+    # It is used after as many rounds of the new trainer.
+    assert [int(ended[name, AT + 1]["autoencoder_rounds"]) for name in "bcd"] == [1, 1, 1]
+
+
+def test_an_autoencoder_that_all_members_have_outlives_its_trainer() -> None:
+    method = gw.LGC(density=0.1, full_rounds=0, training_rounds=AT - 1)
+    ended: dict[tuple[str, int], State] = {}
+    gw.replay(gw.MembershipTrace.scripted("abc", (AT, "is lost", "a")), train, method, ended)
+    for name in "bc":
+        assert same(of_kind(ended[name, AT], "autoencoder"), of_kind(ended[name, AT + 1], "autoencoder"))
+        assert int(ended[name, AT + 1]["autoencoder_told"]) == AT - 1
 
 
 def test_what_waits_begins_anew_on_all_where_a_part_of_it_was_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ class Traits:
         of_parameters: Those of ``remembers`` that follow the parameters of the ranks by what they exchange. They begin
             anew when a link sets these otherwise, as ``synchronise()`` does.
         of_first: Those of ``remembers`` that rank 0 alone holds until it has sent them to all.
+        sent_by_first: The one of ``of_first`` that all ranks hold from then on, and none before.
         waiting: The kind of vector that holds the part not sent yet, if the method keeps one.
         subtracts_mean: True if a rank subtracts the common mean from what waits, and not what it has sent itself: only
             all ranks' vectors together are then what was not sent. Without one of them the others' are wrong, and begin
@@ -107,6 +108,7 @@ class Traits:
     of_ranks: tuple[str, ...] = ()
     of_parameters: tuple[str, ...] = ()
     of_first: tuple[str, ...] = ()
+    sent_by_first: str = ""
     waiting: str = "residual"
     subtracts_mean: bool = False
     sends_differences: bool = False

@@ -161,6 +161,13 @@ def kind_of(key: str) -> str:
     return name.partition("/")[0] if kind == OWN_VALUE else base_kind(kind)
 
 
+def of_another_first(memory: Memory, method: Method) -> None:
+    """Let what only a former rank 0 held begin anew on all, unless it had sent it to them."""
+    traits = method.traits
+    if memory.value(traits.sent_by_first) is None:
+        memory.drop_values(traits.of_first)
+
+
 def _check_number(name: str, value: object, most: int) -> None:
     """Check that a value is a whole number, at least 0 and below ``most``, in an integer tensor."""
     whole = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 0

@@ -160,6 +160,10 @@ class Memory:
         """Replace a committed value."""
         self._values[name] = value
 
+    def drop_values(self, names: Collection[str]) -> None:
+        """Drop committed values, as if they had never been staged."""
+        self._values = {name: value for name, value in self._values.items() if name not in names}
+
     def commit(self) -> None:
         """Make staged vectors and values the committed ones."""
         for bank in self._banks.values():

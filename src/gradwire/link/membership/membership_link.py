@@ -31,7 +31,7 @@ from gradwire.link.membership.watching_link import WatchingLink
 from gradwire.link.parameters import named_parameters
 from gradwire.link.round import Mean
 from gradwire.link.site import warm_up
-from gradwire.link.state import of_other_ranks
+from gradwire.link.state import of_another_first, of_other_ranks
 from gradwire.methods.spec import method as read_method
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ class MembershipLink(WatchingLink):
         is_new = self._seat.me.id in epoch.new
         lost = self._lost_before(epoch)
         if self._opened and self._of is not None and self._of.ids() != epoch.ids():
-            self._begin_anew_without(lost)
+            self._begin_anew_without(lost, self._of.ids()[0] != epoch.ids()[0])
         try:
             group.connect(self._asked[2])
             state = self._pass_state(group, epoch)
@@ -389,9 +389,11 @@ class MembershipLink(WatchingLink):
         reports = self._party.board.get_all(keys, EpochReport, each=True).values()
         return gone - self._voted_out - {report.id for report in reports if report.leaving}
 
-    def _begin_anew_without(self, lost: set[str]) -> None:
+    def _begin_anew_without(self, lost: set[str], another_first: bool) -> None:
         """Let what is right only for the former members begin anew."""
         memory, traits = self._runtime.memory, self.method.traits
         of_other_ranks(memory)
+        if another_first:
+            of_another_first(memory, self.method)
         if lost and traits.subtracts_mean:
             memory.forget(traits.waiting)

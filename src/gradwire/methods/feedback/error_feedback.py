@@ -146,6 +146,7 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
             own=(*traits.own, *self.compressor.traits.own),
             of_ranks=self.compressor.traits.of_ranks,
             of_first=self.compressor.traits.of_first,
+            sent_by_first=self.compressor.traits.sent_by_first,
             scatters=self.compressor.traits.scatters,
             unbiased=False,
             unbiased_note="no; nothing is lost",

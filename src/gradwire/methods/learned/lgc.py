@@ -157,6 +157,7 @@ class LGC(ResidualAlgorithm):
             # The autoencoder, and the state of every residual algorithm.
             remembers=(*traits.remembers, *REMEMBERED),
             of_first=REMEMBERED,
+            sent_by_first=TOLD,
             subtracts_mean=self.feedback == "reconstruction" and self.instance == "all_reduce",
             unbiased=False,
         )
