@@ -194,3 +194,23 @@ def test_what_waits_for_the_coordinator_ends_when_the_membership_is_closed(tmp_p
             membership.close()
             asking.join(60.0)
             assert "closed its connection" in str(raised[0])
+
+
+def test_a_quorum_counts_what_it_discards_and_gives_up_after_three_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    """One value that is not finite stays in the optimizer's momentum."""
+    with crew() as workers, joined(workers, quorum=1) as membership:
+        x = torch.nn.Parameter(torch.ones(10))
+        optimizer = torch.optim.SGD([x], lr=0.1, momentum=0.9)
+        link: Any = gw.Link([("x", x)], "LocalSGD(every=1)", group=membership, optimizer=optimizer)
+        found: list[float] = []
+
+        def train() -> None:
+            for step in range(9):
+                x.grad = torch.full((10,), torch.nan if step == 2 else 1.0)
+                optimizer.step()
+                found.append(link.skipped_rounds)
+
+        with pytest.raises(gw.ExchangeError, match="before 3 exchanges in a row a parameter was not finite"):
+            train()
+        assert [*found, link.skipped_rounds] == [0, 0, 1, 2, 3]
+    assert "parameter 'x' was not finite here" in caplog.text

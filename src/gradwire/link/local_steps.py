@@ -267,13 +267,17 @@ class LocalSteps:
 
     def _apply(self, means: list[tuple[Sequence[str], torch.Tensor]], fragment: int, replaced: bool = False) -> None:
         """Apply the means of an exchange; average buffers after the last fragment."""
-        if self.parameters.incoming(means, replaced=replaced):
-            self._discarded = 0
-        else:
-            self._discard()
+        self.judge(self.parameters.incoming(means, replaced=replaced))
         last = fragment == self.parameters.clock.count - 1
         if self.buffers and last and isinstance(self.parameters, GlobalParameters):
             put(self.buffers, self._mean_buffers())
+
+    def judge(self, finite: bool) -> None:
+        """Note whether the means of an exchange were finite; see :meth:`_discard`."""
+        if finite:
+            self._discarded = 0
+        else:
+            self._discard()
 
     def _discard(self) -> None:
         """Count an exchange whose means were not finite, and say so; all ranks see the same means.

@@ -193,12 +193,7 @@ class QuorumLink(MembershipLink):
     def _take(self) -> None:
         """Apply the round that counts."""
         present, names = self._rolled, [member.name for member in self._rolled_of]
-        if not self._local.take(self._means):
-            self._runtime.warnings.once(
-                "local steps",
-                f"a difference of round {self._runtime.round} was not finite on some member: those that contributed go "
-                "on from the global parameters of the round before",
-            )
+        self._local.take(self._means)
         counts = self._party.counts
         for member, name in zip(present, names):
             if member.weight > 0:

@@ -207,14 +207,22 @@ class QuorumSteps(LocalSteps):
         return flat if self._share == 1.0 else flat.mul_(self._share)
 
     def take(self, means: Means) -> bool:
-        """Apply the means of a round that counts; return whether they were finite."""
+        """Apply the means of a round that counts; return whether they were finite.
+
+        Raises:
+            ExchangeError: they were not, for one of several rounds in a row.
+        """
         if not self._share:
             if self._base is None:
                 self._base = {name: x.clone() for name, x in self._global.held.items()}
-            return self._global.incoming(means, apart=True)
+            finite = self._global.incoming(means, apart=True)
+            self.judge(finite)
+            return finite
         with self.turn.changed:
             finite = self._global.incoming(means)
             self._base = None
+            # Before the thread that trains goes on, so that the step of such a round raises the error.
+            self.judge(finite)
             self.turn.begin_anew()
         return finite
 
