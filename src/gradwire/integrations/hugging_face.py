@@ -53,8 +53,7 @@ def accelerate(
         model: The module as ``prepare`` returned it; None: the module that is prepared from now on.
         fresh: Let ``load_state`` load a checkpoint that was saved without gradwire; the method's memory then starts
             empty.
-        options: Options of :func:`gradwire.attach`; ``optimizer`` is the one before ``prepare``, for methods that need
-            it.
+        options: Options of :func:`gradwire.attach`; ``optimizer`` for methods that need it.
 
     Returns:
         The attachment, whose ``link`` is the link after the module was prepared.

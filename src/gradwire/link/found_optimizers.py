@@ -18,6 +18,14 @@ from gradwire.link.failures import Failures, WarnOnce
 from gradwire.methods.feedback.optimizers import not_stepped
 
 
+def uncompiled(hook: Callable[..., None]) -> Any:
+    """Return a hook of an optimizer's steps that ``torch.compile(optimizer.step)`` calls and does not trace.
+
+    An exchange holds locks, and searches for scalers; compiled, its arithmetic would have other bits.
+    """
+    return torch.compiler.disable(hook, reason="gradwire's exchanges are not compiled")
+
+
 def on_any_step(
     parameters: Mapping[str, torch.Tensor],
     call: Callable[[torch.optim.Optimizer, dict[str, torch.Tensor]], None],
@@ -42,7 +50,7 @@ def on_any_step(
             call(optimizer, held)
 
     register = register_optimizer_step_pre_hook if before else register_optimizer_step_post_hook
-    return register(stepping).remove
+    return register(uncompiled(stepping)).remove
 
 
 class _Updates:

@@ -19,7 +19,7 @@ from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.parameters import put, swapped
 from gradwire.link.round import Mean, Round, as_it_is
 from gradwire.link.selection.control_channel import ControlChannel
-from gradwire.link.step_counts import StepCount, on_steps
+from gradwire.link.step_counts import StepCount
 
 Started = list[tuple[Sequence[str], Mean]]
 """For each bucket, the names of its pieces, and the future of their mean."""
@@ -359,8 +359,7 @@ class LocalSteps:
     def bind(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Count the steps of an optimizer or a scaler, if there is one; return a function that ends all counting."""
         if optimizer is not None or self._grad_scaler:
-            count = StepCount(optimizer, self._grad_scaler, self._stepped(), self._link, self._runtime.warnings)
-            self._hooks.append(count.end)
+            self._count(optimizer)
         hooks = self._hooks
 
         def unbind() -> None:
@@ -372,7 +371,13 @@ class LocalSteps:
     def count_any_optimizer(self) -> None:
         """Count the steps of any optimizer that holds the parameters, unless an optimizer or a scaler was given."""
         if not self._hooks:
-            self._hooks.append(on_steps(None, None, self._named, self._stepped()))
+            self._count(None)
+
+    def _count(self, optimizer: Any) -> None:
+        count = StepCount(
+            optimizer, self._grad_scaler, self._named, self._stepped(), self._link, self._runtime.warnings
+        )
+        self._hooks.append(count.end)
 
     def _stepped(self) -> Callable[[], None]:
         """Return a function that counts a step without keeping the link alive."""

@@ -58,8 +58,9 @@ def attach(
             raises IncompatibleError: this one here, any other before its first step. With a method whose residual may
             grow large (EF-signSGD and 1-bit SGD without small blocks), or in which gradients wait more than five rounds
             on average (error feedback around a hundredth of the elements, or around a tenth chosen at random), its
-            momentum causes a warning that says what to do. With local steps its steps are counted; None: those of any
-            optimizer that holds the parameters.
+            momentum causes a warning that says what to do. With local steps its steps are counted; None: those of the
+            first optimizer that holds one of the parameters. Another one that shares parameters with it and steps twice
+            without it, as in a later stage of a training, takes its place.
         grad_scaler: The scaler of automatic mixed precision. Methods that keep a residual or a momentum, or whose
             outcome is a direction, refuse gradients of a scaled loss without it. False: this module's gradients are not
             scaled, even if the program has a scaler.
