@@ -11,12 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed.elastic.multiprocessing.api
 from run_help import gradwire, start_gradwire
 
 import gradwire as gw
+from gradwire.link.local_steps_user import LocalStepsUser
 from gradwire.tools.cli.bootstrap import left_apart, summary
 from gradwire.tools.cli.commands import metrics
 from gradwire.tools.cli.launcher import Report, Torchrun, account
@@ -255,6 +257,8 @@ def test_workers_that_end_with_parameters_of_their_own_are_told(
 ) -> None:
     clock = SimpleNamespace(steps=steps, every=8, count=count, delay=0)
     parameters = SimpleNamespace(clock=clock, is_apart=lambda: apart)
-    lines = left_apart([SimpleNamespace(method=gw.method(spec), local=SimpleNamespace(parameters=parameters))])
+    link: Any = LocalStepsUser()
+    link.method, link._local = gw.method(spec), SimpleNamespace(parameters=parameters)
+    lines = left_apart([link])
     assert len(lines) == (told is not None)
     assert told is None or told in lines[0]

@@ -95,6 +95,14 @@ def test_a_lane_that_is_closed_tells_that_a_collective_broke(lane: Lane, at_once
 
 
 @both_ways
+def test_what_is_submitted_to_a_lane_that_was_closed_is_refused(lane: Lane, at_once: bool) -> None:
+    lane.close()
+    (told,) = outcome(lane, exchange(lambda: None), at_once)
+    assert isinstance(told, WireError)
+    assert str(told).endswith("this lane was closed")
+
+
+@both_ways
 def test_what_breaks_between_two_exchanges_is_told_by_the_next(
     lane: Lane, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,8 +227,8 @@ def with_lightning(folder: Path) -> dict[str, Any]:
     def loader() -> Any:
         return torch.utils.data.DataLoader(rows, batch_size=8)
 
-    def trainer(steps: int, **options: Any) -> tuple[Any, Any]:
-        strategy = gw.integrations.lightning(METHOD)
+    def trainer(steps: int, method: str = METHOD, **options: Any) -> tuple[Any, Any]:
+        strategy = gw.integrations.lightning(method)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         made = lightning.Trainer(
             strategy=strategy,
@@ -253,6 +253,24 @@ def with_lightning(folder: Path) -> dict[str, Any]:
     made, attachment = trainer(2, callbacks=[finder], enable_checkpointing=False)
     made.fit(module := Squares(), loader())
     found["with a search"] = [attachment.link.round, torch.equal(module.net[0].weight, alone.net[0].weight)]
+
+    told, logger = list[str](), logging.getLogger("gradwire")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    for ends in (False, True):
+
+        class Ending(Squares):
+            def on_train_end(self, ends: bool = ends) -> None:
+                if ends:
+                    self.trainer.strategy.attachment.link.synchronise()
+
+        made, attachment = trainer(3, method=LOCAL, enable_checkpointing=False)
+        made.fit(module := Ending(), loader())
+        mine = float(module.net[0].weight.detach().double().sum())
+        found["synchronised at the end" if ends else "apart at the end"] = [len(set(everywhere(mine))), *told]
+        told.clear()
+    logger.removeHandler(handler)
 
     # Every link that is made while there is a scaler must be given it.
     keeper = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_last="link", save_top_k=1, monitor=None)

@@ -124,6 +124,11 @@ def test_lightning_resumes_a_link_and_nothing_that_it_validated(tmp_path: Path) 
     assert not found["remote"][1], "nothing is written beside what cannot be"
     assert found["after a search"] == [2, True], "a search for the learning rate leaves nothing behind"
     assert found["with a search"] == [2, True], "the fit goes on from before the search"
+    values, told = found["apart at the end"]
+    assert values == 2
+    assert "3 optimizer steps lie after the last exchange" in told
+    assert "synchronise() in on_train_end" in told
+    assert found["synchronised at the end"] == [1], "and nothing is said"
 
 
 def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> None:

@@ -102,6 +102,35 @@ def test_steps_that_a_collected_link_does_not_count_cause_a_warning(three_ranks:
             assert "was not kept" in text
 
 
+def after_the_end(spec: str) -> list[str]:
+    """Use a link with local steps that was closed, in each way that exchanges something; return what was said."""
+    parameter, told = torch.nn.Parameter(torch.zeros(40)), list[str]()
+    link = gw.Link([("w", parameter)], spec, min_numel=0)
+    link.close()
+
+    def mean_of_all() -> None:
+        with link.global_parameters():
+            parameter.detach()
+
+    parameter.grad = torch.ones(40)
+    for use in (link.synchronise, link.after_step, link.reduce_, mean_of_all):
+        try:
+            use()
+            told.append("nothing")
+        except gw.ExchangeError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("spec", ["DiLoCo(every=2)", "DPSGD()"])
+@pytest.mark.ranks
+def test_a_link_that_was_closed_exchanges_no_local_steps_and_says_so(three_ranks: Ranks, spec: str) -> None:
+    closed = "this link was closed: wrap the module anew and attach again"
+    # Each rank has the global parameters; a mean over ranks needs all of them.
+    expected = [closed] * 3 + (["nothing"] if spec.startswith("DiLoCo") else [closed])
+    assert three_ranks(after_the_end, spec) == [expected] * 3
+
+
 class Scaler:
     """Notes its updates."""
 

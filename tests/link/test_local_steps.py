@@ -217,17 +217,21 @@ def interrupted(spec: str, at: int, steps: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "at"),
     [
-        "DiLoCo(every=4, inner=EDEN(bits=4))",
-        "EASGD(every=4, inner=ErrorFeedback())",
+        ("DiLoCo(every=4, inner=EDEN(bits=4))", 5),
+        # The exchange has been made after the fourth step of the first optimizer, and the second one steps after it.
+        ("DiLoCo(every=4, inner=EDEN(bits=4))", 3),
+        ("EASGD(every=4, inner=ErrorFeedback())", 5),
         # Fragments are exchanged after steps 4 and 8, and take effect three steps later: one is in flight.
-        "StreamingDiLoCo(every=8, fragments=2, delay=3, inner=EDEN(bits=4))",
+        ("StreamingDiLoCo(every=8, fragments=2, delay=3, inner=EDEN(bits=4))", 5),
     ],
 )
-def test_synchronised_between_exchanges_real_ranks_have_the_simulations_bits(three_ranks: Ranks, spec: str) -> None:
+def test_synchronised_between_exchanges_real_ranks_have_the_simulations_bits(
+    three_ranks: Ranks, spec: str, at: int
+) -> None:
     """Then the count begins anew. Of two optimizers the first one's steps count, and buffers go with the last part."""
-    at, steps = 5, 17
+    steps = 17
     modules = [built(norm=True) for _ in range(COUNT)]
     optimizers = [of_two(module) for module in modules]
     link = gw.SimulatedLocalSteps([module.named_parameters() for module in modules], spec, min_numel=0)
@@ -253,6 +257,49 @@ def test_synchronised_between_exchanges_real_ranks_have_the_simulations_bits(thr
             note()
     for found, rows in zip(three_ranks(interrupted, spec, at, steps), expected):
         assert [i for i, (real, ours) in enumerate(zip(found, rows)) if not torch.equal(real, ours)] == []
+    assert spec.startswith("EASGD") or all(torch.equal(rows[at + 1], expected[0][at + 1]) for rows in expected)
+
+
+def changed_on_one() -> tuple[list[int], torch.Tensor]:
+    """Change a parameter on one rank alone after an exchange, and synchronise twice; return rounds and parameters."""
+    module = built()
+    link = gw.Link(module.named_parameters(), "DiLoCo(every=2)", min_numel=0)
+    rounds = []
+    for change in (float(link.rank == 1), 0.0):
+        with torch.no_grad():
+            next(module.parameters()).add_(change)
+        link.synchronise()
+        rounds.append(link.round)
+    link.close()
+    return rounds, flat(module)
+
+
+def test_synchronise_exchanges_what_changed_on_one_rank_alone(three_ranks: Ranks) -> None:
+    found = three_ranks(changed_on_one)
+    assert [rounds for rounds, _ in found] == [[1, 1]] * 3
+    assert all(torch.equal(values, found[0][1]) for _, values in found)
+    assert not torch.equal(found[0][1], flat(built()))
+
+
+def in_stages(given: bool) -> tuple[list[int], torch.Tensor]:
+    """Train in three stages with an optimizer each; return the rounds after each, and the parameters."""
+    rank, module = torch.distributed.get_rank(), DistributedDataParallel(built())
+    optimizer, rounds = torch.optim.SGD(module.parameters(), lr=0.1), []
+    link = gw.attach(module, "DiLoCo(every=3)", min_numel=0, **({"optimizer": optimizer} if given else {}))
+    for stage in range(3):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if stage else optimizer
+        for step in range(6):
+            one_step(module, [optimizer], rank, 6 * stage + step)
+        rounds.append(link.round)
+    link.close()
+    return rounds, flat(module)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_later_stage_with_another_optimizer_exchanges_as_well(three_ranks: Ranks, given: bool) -> None:
+    found = three_ranks(in_stages, given)
+    assert [rounds for rounds, _ in found] == [[2, 4, 6]] * 3
+    assert all(torch.equal(values, found[0][1]) for _, values in found)
 
 
 def peaks(spec: str) -> list[int]:

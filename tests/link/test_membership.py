@@ -236,6 +236,28 @@ def test_local_steps_follow_their_members() -> None:
         assert (a.result["lost"], a.result["joined"]) == (1, 1)
 
 
+def synchronised(address: str, secret: str, name: str, pipe: Connection) -> tuple[list[int], int]:
+    """Synchronise after some steps and after none; return the round after each time, and the digest in the end."""
+    module = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5))
+    optimizer, rounds = torch.optim.SGD(module.parameters(), lr=0.05), []
+    with gw.join(address, secret=secret, name=name, least=2) as membership:
+        link = gw.Link(module.named_parameters(), "DiLoCo(every=3)", group=membership, optimizer=optimizer, min_numel=0)
+        for steps in (2, 0, 3, 0):
+            for step in range(steps):
+                learn(module, optimizer, [ord(name) + step])
+                optimizer.step()
+            link.synchronise()
+            rounds.append(link.round)
+        return rounds, digest(module)
+
+
+def test_members_synchronise_what_has_changed_and_nothing_where_nothing_has() -> None:
+    with crew() as workers:
+        a, b = (workers.start(name, synchronised) for name in "ab")
+        assert a.end() == b.end()
+        assert a.result[0] == [1, 1, 2, 2]
+
+
 def test_without_the_secret_nobody_comes_in() -> None:
     with crew() as workers:
         address = f"127.0.0.1:{workers.port}"

@@ -653,6 +653,55 @@ def test_synchronise_after_a_stream_exchanges_what_followed_each_fragment() -> N
         assert torch.equal(ours.flat(0), ours.flat(1))
 
 
+@pytest.mark.parametrize("spec", ["LocalSGD(every=2)", "DiLoCo(every=2)", "EASGD(every=2)"])
+def test_synchronise_exchanges_what_changed_after_the_step_of_an_exchange(spec: str) -> None:
+    """A second optimizer steps then, weights are clipped, or those of another model are loaded."""
+    ours = Quadratics(2)
+    found = gw.SimulatedLocalSteps([w.items() for w in ours.workers], spec, min_numel=0)
+    for _ in range(2):
+        ours.step()
+        found.after_step()
+    with torch.no_grad():
+        ours.workers[1]["b"].add_(1.0)
+    for _ in range(2):
+        found.synchronise()
+        assert found.link.round == 2
+    assert spec.startswith("EASGD") or torch.equal(ours.flat(0), ours.flat(1))
+
+
+@pytest.mark.parametrize(("spec", "fewer"), [("LocalSGD(every={})", 4), ("EASGD(every={})", 8)])
+def test_synchronise_exchanges_the_steps_of_a_state_of_more_local_steps(spec: str, fewer: int) -> None:
+    ours = Quadratics(2)
+    before = gw.SimulatedLocalSteps([w.items() for w in ours.workers], spec.format(32), min_numel=0)
+    after = gw.SimulatedLocalSteps([w.items() for w in ours.workers], spec.format(fewer), min_numel=0)
+    for _ in range(8):
+        ours.step()
+        before.after_step()
+    after.load_state_dict(before.state_dict())
+    for _ in range(2):
+        after.synchronise()
+        assert after.link.round == 1
+    assert spec.startswith("EASGD") or torch.equal(ours.flat(0), ours.flat(1))
+
+
+STREAM = "StreamingDiLoCo(every=4, fragments=2, delay={})"
+
+
+@pytest.mark.parametrize("spec", [STREAM.format(0), STREAM.format(1), "EASGD(every=4)"])
+def test_a_training_that_was_saved_after_synchronise_goes_on_from_there(spec: str) -> None:
+    ours = Quadratics(2, sizes=LARGE)
+    found, again = (gw.SimulatedLocalSteps([w.items() for w in ours.workers], spec) for _ in range(2))
+    for _ in range(5):
+        ours.step()
+        found.after_step()
+    found.synchronise()
+    before = ours.flat(0).clone()
+    again.load_state_dict(found.state_dict())
+    again.synchronise()
+    assert again.link.round == found.link.round
+    assert torch.equal(ours.flat(0), before)
+
+
 @pytest.mark.parametrize("spec", ["LocalSGD(every={})", "DPSGD(every={})"])
 def test_a_state_of_more_local_steps_is_followed(spec: str) -> None:
     """Six steps of eight are two of four: the next exchange comes after two more."""

@@ -19,6 +19,10 @@ from gradwire.integrations.sinks import needed
 HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 """Arguments of Lightning's ``DDPStrategy`` by which it registers a hook itself."""
 
+UNTIL_THE_END = (
+    "call self.trainer.strategy.attachment.link.synchronise() in on_train_end of the module, while the link is open"
+)
+
 
 def folder_of(path: Any) -> Path:
     """Return the folder of the link's state beside a checkpoint file, or beside the target of a symbolic link.
@@ -52,7 +56,9 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
         trainer = lightning.Trainer(strategy=gw.integrations.lightning("EDEN(bits=4)"), devices=2, accelerator="cpu")
 
     The method's memory on each rank is saved in a folder beside each checkpoint, ``NAME.ckpt.gradwire``, and
-    ``ckpt_path`` reads it. Methods that need an optimizer get the module's first one.
+    ``ckpt_path`` reads it. Methods that need an optimizer get the module's first one. The link is closed when a fit
+    ends: with local steps call its ``synchronise()`` in ``on_train_end``, or a warning says that processes end with
+    parameters of their own.
 
     Args:
         method: A method or its spec.
@@ -134,10 +140,16 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
                 shutil.rmtree(folder_of(filepath), ignore_errors=True)
 
         def teardown(self) -> None:
+            link = self.attachment.link
+            if link is not None and self.attachment.is_open:
+                # Looked at before parameters are moved to main memory, and while an exchange would still be possible.
+                told = link.left_apart(UNTIL_THE_END)
+                if told is not None:
+                    link._runtime.warnings.once("left apart", told)
             super().teardown()
-            if self.attachment.link is not None:
+            if link is not None:
                 # Closing frees the link's number for the next fit; its counters remain readable.
-                self.attachment.link.close()
+                link.close()
 
     return GradwireStrategy()
 

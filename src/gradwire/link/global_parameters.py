@@ -17,6 +17,7 @@ from gradwire.exchange.protocols import Context, Section, two_shot
 from gradwire.exchange.protocols.bucket_plan import DENSE_TAG, in_range
 from gradwire.exchange.segments import Parameter, flat_view, lay_out
 from gradwire.exchange.steps_locally import GLOBAL, VELOCITY, StepsLocally
+from gradwire.link.handshake import digest
 from gradwire.link.parameters import put, swapped
 
 STEPS, FLYING, LEFT = "local_steps", "local_fragment", "local_steps_left"
@@ -65,6 +66,8 @@ class GlobalParameters:
         self._arrived: Means | None = None
         self._velocity: dict[str, torch.Tensor] | None = None
         self.held: dict[str, torch.Tensor] = {}
+        self._left: list[int] | None = None
+        self._counted = False
         self.take()
 
     def problem(self) -> str | None:
@@ -78,15 +81,37 @@ class GlobalParameters:
         if VELOCITY in self.method.remembers_beside:
             self._velocity = {name: torch.zeros_like(x) for name, x in self.held.items()}
         self.clock.reset()
+        self._leave()
 
     def is_apart(self) -> bool:
         """Return whether the worker's own parameters differ from the global ones."""
         return any(not torch.equal(flat_view(p.detach()), self.held[n].to(p.dtype)) for n, p in self.pieces.items())
 
+    def has_moved(self) -> bool:
+        """Return whether the worker's own parameters have changed since all were exchanged together.
+
+        A method that keeps them apart leaves them so: digests tell whether they are still the same. After a state was
+        loaded, steps do, until the next exchange.
+        """
+        if not self.method.keeps_own:
+            return self.is_apart()
+        if self._left is None:
+            return self._counted or bool(self.clock.steps)
+        return self._digests() != self._left
+
+    def _leave(self) -> None:
+        """Note what an exchange leaves, if that is not the global parameters."""
+        if self.method.keeps_own:
+            self._left = self._digests()
+
+    def _digests(self) -> list[int]:
+        return [digest(p) for p in self.pieces.values()]
+
     @torch.no_grad()
     def restore(self) -> None:
         """Set the worker's own parameters to the global ones."""
         put(list(self.pieces.values()), list(self.held.values()))
+        self._leave()
 
     @torch.no_grad()
     def outgoing(self, names: Sequence[str]) -> torch.Tensor:
@@ -133,6 +158,8 @@ class GlobalParameters:
                     continue
                 if replaced or own.data_ptr() != place.data_ptr():
                     put([place], [held if replaced else own])
+        if buckets:
+            self._leave()
         return True
 
     def swapped(self) -> AbstractContextManager[None]:
@@ -199,6 +226,7 @@ class GlobalParameters:
                 self._velocity[name].copy_(kept[f"{VELOCITY}/{name}"].reshape(-1))
         self._arrived, clock = None, {key: int(state["global"][key]) for key in CLOCK if key in state["global"]}
         self.clock.go_on(clock[STEPS], clock.get(FLYING), clock.get(LEFT, 0))
+        self._left, self._counted = None, bool(clock[STEPS])
         if self.clock.flying is not None:
             names = self.pieces.fragments[self.clock.flying]
             parts = [kept[f"{ARRIVED}/{name}"].reshape(-1) for name in names]
@@ -228,14 +256,23 @@ class OwnParameters:
         self.method, self._parameters, self.workers = method, dict(parameters), workers
         self.pieces = FragmentPieces(self._parameters, 1, "sequential")
         self.clock = FragmentClock(method.traits.local_steps, 1, 0)
+        self._common: list[int] | None = None
 
     def take(self) -> None:
         """Reset the step count; all workers must do so with the same parameters."""
         self.clock.reset()
+        self.note_common()
+
+    def note_common(self) -> None:
+        """Note that all workers have the same parameters now."""
+        self._common = self._digests()
 
     def is_apart(self) -> bool:
-        """Return True: there are no global parameters."""
-        return True
+        """Return whether the worker's parameters differ from the latest that all workers had in common, if any."""
+        return self._digests() != self._common
+
+    def _digests(self) -> list[int]:
+        return [digest(p) for p in self._parameters.values()]
 
     def problem(self) -> str | None:
         """Return the reason why these parameters must not reach another worker, or None."""

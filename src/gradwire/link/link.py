@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import ExchangeError
 from gradwire.exchange.drivers import LANES, Group, TransferOrder, group_of, profiled
 from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.planning import LinkOptions, Options, exchanged, own_buckets, refuse_scatter
@@ -26,7 +25,8 @@ from gradwire.link.found_optimizers import LearningRates, OptimizerSearch, check
 from gradwire.link.handshake import ReplicaCheck, Terms, agreement, compared, default_group, value_terms
 from gradwire.link.link_runtime import LinkRuntime, close_link
 from gradwire.link.link_state import LinkState
-from gradwire.link.local_steps import LocalSteps, LocalStepsUser
+from gradwire.link.local_steps import LocalSteps
+from gradwire.link.local_steps_user import LocalStepsUser
 from gradwire.link.parameters import (
     check_parameters,
     check_still_frozen,
@@ -270,8 +270,6 @@ class Link(LinkState, LocalStepsUser):
         Raises:
             ExchangeError: the link is broken or closed, or the exchange cannot be started.
         """
-        if not self.close.alive:
-            raise ExchangeError("this link was closed: wrap the module anew and attach again")
         with profiled("bucket", str(index)):
             if self._local is not None:
                 kept = self._local.keep(flat, last, self._selection.planner.is_warm_up(self._runtime.round))
@@ -285,7 +283,7 @@ class Link(LinkState, LocalStepsUser):
         runtime = self._runtime
         if index == 0:
             self._settle()
-        runtime.failures.refuse()
+        runtime.refuse()
         try:
             round = self._round
             if index == 0 or round is None:
@@ -293,8 +291,7 @@ class Link(LinkState, LocalStepsUser):
             if self.world_size == 1:
                 future = round.leave(flat, last)
             else:
-                joined = self._joined(round, index, names, flat, last)
-                future = joined or self._start(round, index, names, flat, last)
+                future = self._joined(round, index, names, flat, last) or self._start(round, index, names, flat, last)
         except Exception as error:
             raise runtime.failures.record(error, place(index, None, runtime.round, names)) from error
         if last:
@@ -393,8 +390,6 @@ class Link(LinkState, LocalStepsUser):
 
     def after_exchange(self) -> None:
         """Called when local steps have applied an exchange."""
-
-    # ------------------------------------------------------------------ pickling
 
     def __reduce__(self) -> Any:
         return lost, (repr(self.method),)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from gradwire.errors import ExchangeError
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.drivers import Device, HostDevice, Lane, Meter, Traffic, dense_bytes
 from gradwire.exchange.network_cost import LinkCost
@@ -87,6 +88,7 @@ class LinkRuntime:
         self.diagnostics, self.warnings = diagnostics, warnings or WarnOnce()
         self.grad_scaler = grad_scaler
         self.lanes: Sequence[Lane] = ()
+        self._closed = False
         self._past: list[Meter] = []
         self.connect(lanes, circle, judge)
         self._lock = threading.Lock()
@@ -106,6 +108,7 @@ class LinkRuntime:
         A payload of the last round that changed on its way to a device is logged here, since no round follows that
         would be refused.
         """
+        self._closed = True
         unread, self.unread = self.unread, None
         # After an error the device may wait for ranks that are gone.
         broken = self.failures.error is not None or self.failures.circle.lost()
@@ -114,6 +117,17 @@ class LinkRuntime:
             if self.failures.error is not None:
                 self.warnings.here("last round", f"this link was closed after an error: {self.failures.error}")
         close_threads(self.lanes, self.failures.circle)
+
+    def refuse(self) -> None:
+        """Raise if nothing new can be exchanged; call it before anything is submitted to a lane.
+
+        Raises:
+            ExchangeError: the link was closed.
+            GradwireError: it is broken: the link's error.
+        """
+        if self._closed:
+            raise ExchangeError("this link was closed: wrap the module anew and attach again")
+        self.failures.refuse()
 
     def count(self, numel: int) -> None:
         """Count elements of a step, exchanged or not."""

@@ -46,6 +46,9 @@ class Exchanger(Protocol):
     def begin(self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean:
         """Start the exchange of a bucket."""
 
+    def _settle(self) -> None:
+        """Wait for the end of the round before."""
+
     def exchange_all(self, start: Callable[[], Started]) -> list[tuple[Sequence[str], torch.Tensor]]:
         """Exchange all buckets of a round."""
 
@@ -54,78 +57,6 @@ class Exchanger(Protocol):
 
     def after_exchange(self) -> None:
         """Called when an exchange has been applied."""
-
-
-class LocalStepsUser:
-    """Methods of a link whose method takes local steps."""
-
-    method: Method
-    _local: LocalSteps | None = None
-
-    def after_step(self) -> None:
-        """Count an optimizer step, and exchange if it is the last of the method's ``every`` steps (collective call).
-
-        A link that was given the optimizer or the GradScaler calls it itself.
-
-        Raises:
-            IncompatibleError: the method exchanges gradients.
-            ExchangeError: the link is broken, or parameters were not finite before three exchanges in a row; the global
-                parameters did not change.
-        """
-        self.local.after_step()
-
-    def synchronise(self) -> None:
-        """Exchange the changes since the last exchange now, after any number of steps (collective call).
-
-        Call it before evaluations and checkpoints of the common parameters. An exchange in flight ends first. The
-        schedule of exchanges starts anew. If no step has followed the last exchange of all parameters, nothing is
-        done. Under gossip, where ranks keep parameters of their own, all of them are set to their mean over ranks.
-
-        Raises:
-            IncompatibleError: the method exchanges gradients.
-            ExchangeError: the link is broken; the global parameters did not change.
-        """
-        self.local.synchronise()
-
-    def weigh(self, samples: float) -> None:
-        """Count samples, or tokens, of this worker's current step: the next difference is weighted by their sum.
-
-        For a membership that goes on with a quorum, ``gradwire.join(..., quorum=...)``. Call it before every step, on
-        all members, or not at all: then the weight is the number of local steps.
-
-        Raises:
-            IncompatibleError: the method exchanges gradients, or all ranks have the same weight.
-            HyperparameterError: the number is not above 0.
-        """
-        self.local.weigh(samples)
-
-    def global_parameters(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters are the global ones, the same on all ranks.
-
-        ::
-
-            with link.global_parameters():
-                evaluate(model)
-
-        Under gossip, where ranks keep parameters of their own, parameters and buffers are their mean over ranks in the
-        context. The mean is computed here: all ranks must enter the context (collective call).
-
-        Raises:
-            IncompatibleError: the method exchanges gradients.
-            ExchangeError: the link is broken.
-        """
-        return self.local.global_parameters()
-
-    @property
-    def local(self) -> LocalSteps:
-        """The local steps of the link.
-
-        Raises:
-            IncompatibleError: the method exchanges gradients.
-        """
-        if self._local is None:
-            raise IncompatibleError(f"{self.method!r} exchanges gradients at every step: it has no local steps")
-        return self._local
 
 
 class LocalSteps:
@@ -172,7 +103,7 @@ class LocalSteps:
             return None
         # A step may take the gradients of several passes. If warm-up ended between them, parameters differ after it.
         self._synchronous = False
-        self._runtime.failures.refuse()
+        self._runtime.refuse()
         return as_it_is(flat)
 
     def after_step(self) -> None:
@@ -204,15 +135,12 @@ class LocalSteps:
             for kind in self.parameters.method.traits.of_parameters:
                 self._runtime.memory.forget(kind)
             return
-        if self.parameters.clock.is_settled:
-            # An outer step would go on by its momentum, although no worker has moved.
-            self._runtime.failures.refuse()
-            return
         if self.parameters.clock.flying is not None:
             self._end(self.parameters.clock.flying)
         self.parameters.clock.reset()
-        replaced = not self.parameters.method.keeps_own
-        self._exchange_now(list(self.parameters.pieces), self.parameters.clock.count - 1, replaced=replaced)
+        names, replaced = list(self.parameters.pieces), not self.parameters.method.keeps_own
+        # Without a change of any worker, an outer step would go on by its momentum.
+        self._exchange_now(names, self.parameters.clock.count - 1, replaced=replaced, wanted=self._have_moved)
 
     def global_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters are the global ones, or their mean over ranks (collective call)."""
@@ -229,20 +157,36 @@ class LocalSteps:
         """Start the exchange of some pieces, and return their number of elements."""
         link = self._link()
         if link is None or not names:
-            self._runtime.failures.refuse()
+            self._runtime.refuse()
             return 0
         self._flying = self._started(link, names)
         return self._numel(names)
 
-    def _exchange_now(self, names: Sequence[str], fragment: int, replaced: bool = False) -> int:
-        """Exchange some pieces, apply the outcome, and return their number of elements."""
+    def _exchange_now(
+        self,
+        names: Sequence[str],
+        fragment: int,
+        replaced: bool = False,
+        wanted: Callable[[Exchanger], bool] | None = None,
+    ) -> int:
+        """Exchange some pieces, if ``wanted`` on all ranks, apply the outcome, and return their number of elements."""
         link = self._link()
         if link is None or not names:
-            self._runtime.failures.refuse()
+            self._runtime.refuse()
             return 0
-        self._apply(link.exchange_all(lambda: self._started(link, names)), fragment, replaced)
+        means = link.exchange_all(lambda: self._started(link, names) if wanted is None or wanted(link) else [])
+        self._apply(means, fragment, replaced)
         link.after_exchange()
         return self._numel(names)
+
+    def _have_moved(self, link: Exchanger) -> bool:
+        """Return whether any rank's own parameters have changed since all were exchanged together (collective call)."""
+        self._runtime.refuse()
+        # What a membership takes back, if a member is lost now, must not be the round before.
+        link._settle()
+        self._runtime.memory.begin()
+        mine = cast(GlobalParameters, self.parameters).has_moved()
+        return any(row[0] for row in self._channel.gather([float(mine)])) if self._runtime.world_size > 1 else mine
 
     def _numel(self, names: Sequence[str]) -> int:
         return sum(self.parameters.pieces[name].numel() for name in names)
@@ -267,7 +211,9 @@ class LocalSteps:
 
     def _apply(self, means: list[tuple[Sequence[str], torch.Tensor]], fragment: int, replaced: bool = False) -> None:
         """Apply the means of an exchange; average buffers after the last fragment."""
-        self.judge(self.parameters.incoming(means, replaced=replaced))
+        finite = self.parameters.incoming(means, replaced=replaced)
+        if means or not finite:
+            self.judge(finite)
         last = fragment == self.parameters.clock.count - 1
         if self.buffers and last and isinstance(self.parameters, GlobalParameters):
             put(self.buffers, self._mean_buffers())
@@ -333,7 +279,7 @@ class LocalSteps:
 
     def _refuse(self) -> None:
         """Raise the error of a broken link, and break the link if this rank has nothing valid to send."""
-        self._runtime.failures.refuse()
+        self._runtime.refuse()
         problem = self.parameters.problem()
         if problem is not None:
             raise self._runtime.failures.record(ExchangeError(problem), f"the exchange of round {self._runtime.round}")

@@ -116,12 +116,11 @@ class SimulatedLocalSteps:
                 for kind in first.method.traits.of_parameters:
                     memory.forget(kind)
             return
-        if self._clock.is_settled:
-            return
         if self._clock.flying is not None:
             self._end(self._clock.flying)
         self._clock.reset()
-        self._begin(self._names)
+        if any(worker.has_moved() for worker in self._workers if isinstance(worker, GlobalParameters)):
+            self._begin(self._names)
         self._end(self._clock.count - 1, replaced=not first.method.keeps_own)
 
     def swapped(self) -> AbstractContextManager[None]:

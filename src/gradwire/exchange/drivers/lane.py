@@ -82,7 +82,7 @@ class Lane:
         self._begun = threading.Lock()
         self._open: set[Future[Any]] = set()
         self._was_stuck: list[object] = []
-        self._given_up, self._failure = False, ""
+        self._given_up, self._ended, self._failure = False, False, ""
         self._on_failure: Callable[[], Callable[[Lane, Exception], object] | None] = _nobody
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -101,7 +101,7 @@ class Lane:
     ) -> Future[T]:
         """Run a generator on this lane's connections, after all jobs that were submitted before.
 
-        If a generator raises, the lane closes its connections.
+        If a generator raises, the lane closes its connections. After :meth:`close` the future ends with an error.
 
         Args:
             generator: A generator that yields collectives, and receives their replies.
@@ -124,6 +124,8 @@ class Lane:
             self._start(generator, future)
         else:
             self._jobs.put((self._turns.take(), label, wait, [first, generator] if first else [generator], future))
+            if self._ended:
+                self._refuse_rest()
         return future
 
     def on_failure(self, tell: weakref.WeakMethod[Callable[[Lane, Exception], object]]) -> None:
@@ -268,6 +270,17 @@ class Lane:
             # Release tensors now and not when the next job arrives.
             del job, wait, generators, future, value, error
         self._hang_up(broken=False)
+        # A job that is submitted meanwhile sees the flag, or is in the queue before the last look at it.
+        self._ended = True
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """End jobs that were submitted after the lane was closed: no thread runs them."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    job[-1].end(None, WireError("this lane was closed"))
 
     def _end_job(self) -> None:
         """Let the transports prepare for the next round.
@@ -326,7 +339,7 @@ class Lane:
 
     def _transport(self, op: Op) -> Transport:
         if self._transports is None:
-            raise RuntimeError(f"this lane was closed after a failure{self._failure}")
+            raise RuntimeError("this lane was closed" + ("" if self._ended else f" after a failure{self._failure}"))
         return self._transports[op.scope]
 
 

@@ -137,7 +137,6 @@ class FragmentClock:
         steps: Number of steps since the last exchange of the last fragment.
         flying: The fragment in flight; None if there is none.
         left: Number of steps until it ends.
-        is_settled: Whether no step has been counted since all parameters were exchanged together.
 
     Example:
         >>> clock = FragmentClock(6, 2, 1)
@@ -152,16 +151,12 @@ class FragmentClock:
 
     def reset(self) -> None:
         """Start again, with nothing in flight."""
-        self.steps, self.left, self.is_settled = 0, 0, True
+        self.steps, self.left = 0, 0
         self.flying: int | None = None
 
     def go_on(self, steps: int, flying: int | None = None, left: int = 0) -> None:
         """Go on from a state, which may be one of more steps between exchanges."""
         self.steps, self.flying, self.left = steps % self.every, flying, left
-        self.is_settled = self._is_settled()
-
-    def _is_settled(self) -> bool:
-        return not self.steps and self.count == 1 and not self.delay
 
     def step(self) -> tuple[int | None, int | None]:
         """Count a step; return the fragment whose exchange ends after it, and the one whose exchange then begins.
@@ -179,5 +174,4 @@ class FragmentClock:
             self.flying, self.left = begins, self.delay
         if self.steps == self.every:
             self.steps = 0
-        self.is_settled = self._is_settled()
         return ends, begins

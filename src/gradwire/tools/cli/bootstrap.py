@@ -80,20 +80,8 @@ def left_apart(links: Sequence[Any]) -> list[str]:
     An exchange here would come too late: a script has usually saved its model, and destroyed its process group, before
     it ends.
     """
-    lines = []
-    for link in links:
-        if not link.method.traits.local_steps or not link.local.parameters.is_apart():
-            continue
-        clock = link.local.parameters.clock
-        after, more = f"{clock.steps} optimizer steps lie after the last exchange", clock.every - clock.steps
-        plain = clock.steps and clock.count == 1 and not clock.delay and not link.method.traits.outcomes_differ
-        why = f"{after}, and" if clock.steps else "after the last exchange"
-        remedy = f"train {more} steps more or {clock.steps} fewer, or " if plain else ""
-        lines.append(
-            f"gradwire: {link.method!r}: {why} each worker has parameters of its own, which are what it has saved: "
-            f"{remedy}call gw.attach in the script, and link.synchronise() before it saves"
-        )
-    return lines
+    lines = [link.left_apart("call gw.attach in the script, and link.synchronise() before it saves") for link in links]
+    return [f"gradwire: {line}" for line in lines if line is not None]
 
 
 def _came_to(link: Any) -> str:
