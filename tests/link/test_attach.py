@@ -104,7 +104,7 @@ def test_the_bucket_itself_is_handed_over() -> None:
     flat, taken = torch.zeros(5), list[torch.Tensor]()
     link: Any = SimpleNamespace(exchange=lambda index, names, given, last: taken.append(given))
     state = object.__new__(adapter._Hooked)
-    state.link, state.names = link, {}
+    state.link, state.names, state.module = link, {}, lambda: None
     bucket: Any = SimpleNamespace(buffer=lambda: flat, parameters=list, index=lambda: 0, is_last=lambda: True)
     adapter._exchange(state, bucket)
     assert taken[0] is flat

@@ -143,12 +143,12 @@ def test_bfloat16_layers(three_ranks: Any) -> None:
 # ---------------------------------------------------------------------- uneven inputs, two modules, a sub-group
 
 
-def run_join() -> tuple[str, int]:
+def run_join(check_every: int) -> tuple[str, int]:
     import torch.distributed as dist
 
     module = layers()
     ddp = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS_MB)
-    link = gw.attach(ddp, "terngrad")
+    link = gw.attach(ddp, "terngrad", check_every=check_every)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     rank = dist.get_rank()
     with ddp.join():
@@ -161,11 +161,35 @@ def run_join() -> tuple[str, int]:
     return digest(module), rounds
 
 
-def test_join_with_uneven_inputs(three_ranks: Any) -> None:
-    found = three_ranks(run_join)
+@pytest.mark.parametrize("check_every", [0, 1])
+def test_join_with_uneven_inputs(three_ranks: Any, check_every: int) -> None:
+    """Replicas are compared without those that have joined, which take no optimizer steps."""
+    found = three_ranks(run_join, check_every)
     # DDP broadcasts the last rank's parameters at the end of join; all ranks took part in all rounds.
     assert len({d for d, _ in found}) == 1
     assert [rounds for _, rounds in found] == [7, 7, 7]
+
+
+def run_join_with_local_steps(spec: str) -> str:
+    import torch.distributed as dist
+
+    ddp = DistributedDataParallel(layers())
+    link = gw.attach(ddp, spec)
+    try:
+        with ddp.join():
+            for step in range(1 + dist.get_rank()):
+                square_loss(ddp, dist.get_rank(), step).backward()
+    except (RuntimeError, gw.IncompatibleError) as error:
+        return str(error)
+    finally:
+        link.close()
+    return "accepted"
+
+
+@pytest.mark.parametrize("spec", ["DiLoCo(every=3)", "DPSGD()"])
+def test_join_beside_local_steps_is_refused_before_anybody_waits(three_ranks: Any, spec: str) -> None:
+    for told in three_ranks(run_join_with_local_steps, spec):
+        assert "leave out module.join(), and give all ranks the same number of batches" in told
 
 
 def run_lonely_vote() -> torch.Tensor:

@@ -26,6 +26,9 @@ from gradwire.version import __version__
 
 Told: TypeAlias = dict[str, dict[str, float]]
 
+ABSENT = -1
+"""In place of the digests of a rank whose parameters are not compared."""
+
 
 @dataclass
 class Terms:
@@ -228,10 +231,13 @@ class ReplicaCheck:
     Args:
         every: Number of rounds between two comparisons; 0: never.
         ranks: Numbers of the ranks, for messages.
+
+    Attributes:
+        takes_part: False while this rank's parameters are not compared, since it has run out of data.
     """
 
     def __init__(self, every: int, ranks: Sequence[int]) -> None:
-        self._every, self._ranks = every, ranks
+        self._every, self._ranks, self.takes_part = every, ranks, True
         self._told: Callable[[], None] | None = None
 
     def begin(self, round: int, channel: ControlChannel, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -251,7 +257,8 @@ class ReplicaCheck:
             told()
         if self._every and round and round % self._every == 0:
             names = list(parameters)
-            gathered = channel.gathering([digest(p) for p in parameters.values()], "the check of replicas")
+            told_here = [digest(p) if self.takes_part else ABSENT for p in parameters.values()]
+            gathered = channel.gathering(told_here, "the check of replicas")
             self._told = lambda: self._judge(names, gathered(), round)
 
     def forget(self) -> None:
@@ -259,13 +266,14 @@ class ReplicaCheck:
         self._told = None
 
     def _judge(self, names: Sequence[str], rows: Sequence[Sequence[float]], round: int) -> None:
-        differing = [name for name, found in zip(names, zip(*rows)) if len(set(found)) > 1]
+        present = [(rank, row) for rank, row in zip(self._ranks, rows) if ABSENT not in row]
+        differing = [name for name, found in zip(names, zip(*(row for _, row in present))) if len(set(found)) > 1]
         if not differing:
             return
-        found = [row[names.index(differing[0])] for row in rows]
+        found = [(rank, row[names.index(differing[0])]) for rank, row in present]
         # If several values are equally frequent, that of the lowest rank counts as the right one.
-        usual = Counter(found).most_common(1)[0][0]
-        odd, others = ([r for r, v in zip(self._ranks, found) if (v != usual) is wanted] for wanted in (True, False))
+        usual = Counter(value for _, value in found).most_common(1)[0][0]
+        odd, others = ([rank for rank, value in found if (value != usual) is wanted] for wanted in (True, False))
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
         raise RankMismatchError(
             f"check_every={self._every}: at the beginning of round {round}, parameter {differing[0]!r}{more} of "

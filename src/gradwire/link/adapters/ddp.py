@@ -3,6 +3,7 @@
 This module does not postpone annotations: DDP compares a hook's annotations with the types themselves.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ class _Hooked:
 
     def __init__(self, module: DistributedDataParallel, link: Link) -> None:
         self.link = link
+        # Not kept alive: the module holds this object through C++, which the garbage collector does not see.
+        self.module = weakref.ref(module)
         self.names = {id(p): plain_name(name) for name, p in module.module.named_parameters()}
         self.exchanged = set(link._parameters)
 
@@ -90,7 +93,25 @@ def _exchange(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
                 f"parameter {name!r} was frozen after the module was wrapped, so that DDP still reduces it, and before "
                 "attach, so that the link does not: freeze parameters before DistributedDataParallel(module)"
             )
+    if bucket.index() == 0:
+        _heed_join(state)
     return state.link.exchange(bucket.index(), names, flat, bucket.is_last())
+
+
+def _heed_join(state: _Hooked) -> None:
+    """Refuse ``with module.join():`` beside local steps; on a rank that has joined, compare no parameters.
+
+    Such a rank passes zeros outside a backward pass, and takes no steps: its parameters are the last rank's in the end.
+    """
+    config = getattr(state.module(), "_join_config", None)
+    if config is None or not config.enable:
+        return
+    if state.link.method.traits.local_steps:
+        raise IncompatibleError(
+            f"{state.link.method!r} counts the optimizer's steps, which a rank that has run out of data does not take: "
+            "leave out module.join(), and give all ranks the same number of batches"
+        )
+    state.link._replicas.takes_part = torch._C._current_graph_task_id() != -1
 
 
 def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
