@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -168,6 +169,47 @@ def test_join_with_uneven_inputs(three_ranks: Any, check_every: int) -> None:
     # DDP broadcasts the last rank's parameters at the end of join; all ranks took part in all rounds.
     assert len({d for d, _ in found}) == 1
     assert [rounds for _, rounds in found] == [7, 7, 7]
+
+
+def accumulated(spec: str, way: str) -> tuple[str, bool]:
+    """Take a step of two backward passes whose gradients are 1 and -3; return what was said, and if all signs are -."""
+    module = nn.Linear(2048, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    ones, told = torch.ones(1, 2048), ""
+    if way == "loop":
+        ddp, link = module, gw.Link(module.named_parameters(), spec)
+    else:
+        ddp = DistributedDataParallel(module)
+        link = gw.attach(ddp, spec)
+    try:
+        for step in range(2):
+            # A gradient that is not added to others, before these are cleared, changes nothing.
+            torch.autograd.grad(module(ones).sum(), module.weight)
+            ddp.zero_grad(set_to_none=step == 0)
+            for scale in (1.0, -3.0):
+                with ddp.no_sync() if way == "no_sync" and scale > 0 else nullcontext():
+                    ddp(scale * ones).sum().backward()
+                if way == "loop":
+                    link.reduce_()
+    except (RuntimeError, gw.GradwireError) as error:
+        told = str(error)
+    finally:
+        link.close()
+    return told, bool((module.weight.grad < 0).all())
+
+
+@pytest.mark.parametrize("spec", ["signsgd", "ErrorFeedback(TopK(density=0.5), momentum=0.9)"])
+@pytest.mark.parametrize("way", ["every pass", "loop"])
+def test_accumulation_without_no_sync_is_refused_where_an_outcome_is_no_gradient(
+    three_ranks: Any, spec: str, way: str
+) -> None:
+    for told, _ in three_ranks(accumulated, spec, way):
+        assert "use module.no_sync() for all but the last" in told
+
+
+@pytest.mark.parametrize(("spec", "way"), [("signsgd", "no_sync"), ("fp32", "every pass"), ("fp32", "loop")])
+def test_other_accumulation_has_the_signs_of_the_sum(three_ranks: Any, spec: str, way: str) -> None:
+    assert three_ranks(accumulated, spec, way) == [("", True)] * 3
 
 
 def run_join_with_local_steps(spec: str) -> str:

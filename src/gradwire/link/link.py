@@ -16,6 +16,7 @@ from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.planning import LinkOptions, Options, exchanged, own_buckets, refuse_scatter
 from gradwire.exchange.protocols import REDUCE_SCATTER
 from gradwire.exchange.segments import flat_view
+from gradwire.link.accumulation import Accumulation
 from gradwire.link.bucket_exchange import BucketExchange, StepBuffer
 from gradwire.link.checks import caution_about, caution_alone, check_optimizer, optimizer_terms
 from gradwire.link.detached import lost
@@ -239,8 +240,10 @@ class Link(LinkState, LocalStepsUser):
         self._search = OptimizerSearch(
             self.method, self.optimizer, self._parameters, compressed, self._runtime.failures, self._warnings
         )
+        self._accumulation = Accumulation(self.method, compressed if self.world_size > 1 else {})
         # Threads and connections end with the link, also if it is collected or the interpreter ends without close().
-        self.close = weakref.finalize(self, close_link, self._runtime, [unbind, self._search.end])
+        unbinders = [unbind, self._search.end, self._accumulation.end]
+        self.close = weakref.finalize(self, close_link, self._runtime, unbinders)
         if self.group.meetings is None:
             # Ranks of one process draw as those of several do, where each link is the first of its process.
             register(self)
@@ -285,6 +288,7 @@ class Link(LinkState, LocalStepsUser):
             self._settle()
         runtime.refuse()
         try:
+            self._accumulation.refuse()
             round = self._round
             if index == 0 or round is None:
                 round = self._round = self._next_round()
@@ -296,6 +300,7 @@ class Link(LinkState, LocalStepsUser):
             raise runtime.failures.record(error, place(index, None, runtime.round, names)) from error
         if last:
             runtime.next_round()
+            self._accumulation.begin_anew()
         return future
 
     def _next_round(self) -> Round:

@@ -74,7 +74,9 @@ def attach(
         lanes: Number of lanes: threads with connections of their own that exchange buckets in parallel; None: two. Over
             NCCL there is one.
         warmup_steps: Number of rounds at the start in which all parameters are sent in float32. A round is a backward
-            pass that synchronises: if gradients are accumulated without ``no_sync()``, a step has several.
+            pass that synchronises. Accumulate gradients under ``no_sync()`` for all but the last pass of a step:
+            without it a step has several rounds, and methods whose outcome is a direction, or with a momentum of their
+            own, raise IncompatibleError in the second.
         seed: Seed of all random streams; the same on all ranks.
         process_group: For DDP, the module's own group, which is the default. For a sharded module, the ranks that hold
             the same shard; their parameters must be equal when this is called.
