@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.exchange.planning import own_buckets
 from gradwire.link.failures import place
-from gradwire.link.found_optimizers import check_scaler, scale_of
-from gradwire.link.parameters import check_parameters, gradient, named_parameters
+from gradwire.link.found_optimizers import check_kinds, check_scaler, scale_of
+from gradwire.link.parameters import check_parameters, gradient, listed, named_parameters
 from oracle import layers
 from ranks import Ranks
 
@@ -28,6 +30,48 @@ def test_only_what_requires_a_gradient_is_exchanged_by_name_or_number() -> None:
     assert list(named_parameters(reversed(list(model.parameters())))) == ["1"]
     with pytest.raises(gw.HyperparameterError, match="same name"):
         named_parameters([("a", model.weight), ("a", model.bias)])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (nn.Linear(2, 3), "a Linear"),
+        (nn.Sequential(nn.Linear(2, 3)), "a Sequential"),
+        (nn.Linear(2, 3).state_dict(), "a OrderedDict"),
+        (nn.Parameter(torch.zeros(2)), "a Parameter"),
+        (["weight", "bias"], "'weight'"),
+        ([nn.Linear(2, 3)], "a Linear"),
+        (None, "None"),
+    ],
+)
+def test_what_holds_no_parameters_is_refused_with_what_is_needed(given: Any, words: str) -> None:
+    needed = "parameters: model.named_parameters(), pairs of a name and a parameter, or parameters are needed, not "
+    with pytest.raises(gw.HyperparameterError, match=re.escape(needed + words)):
+        named_parameters(listed(given))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (nn.Linear(2, 3).parameters(), "a generator"),
+        (torch.optim.SGD, "<class 'torch.optim.sgd.SGD'>"),
+        ("sgd", "'sgd'"),
+        ([torch.optim.SGD(nn.Linear(2, 3).parameters())], "a list"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_with_what_is_needed(given: Any, words: str) -> None:
+    needed = "optimizer: the torch optimizer of the parameters is needed, or None, not "
+    with pytest.raises(gw.HyperparameterError, match=re.escape(needed + words)):
+        check_kinds(None, given)
+    check_kinds(None, torch.optim.SGD(nn.Linear(2, 3).parameters()))
+
+
+def test_what_is_no_link_is_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    for use in (gw.save, gw.load):
+        with pytest.raises(
+            gw.HyperparameterError, match=r"what gw\.attach or gw\.Link returned is needed, not a Linear"
+        ):
+            use(cast(Any, nn.Linear(2, 3)), tmp_path)
 
 
 @pytest.mark.parametrize(

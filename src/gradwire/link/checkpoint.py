@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from gradwire.errors import GradwireError, IncompatibleError
+from gradwire.errors import GradwireError, HyperparameterError, IncompatibleError
 from gradwire.exchange.digests import DIGEST_BYTES, pack, unpack
 from gradwire.exchange.drivers.tables import all_gather_tables
 from gradwire.link.link import Link
+from gradwire.link.parameters import described
 from gradwire.link.state import of_another_size
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -59,12 +60,13 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
             steps and gossip pass the state of the model and the optimizer, which differ between ranks.
 
     Raises:
+        HyperparameterError: ``link`` is no link.
         IncompatibleError: a file could not be written, or the last round broke, on this rank or on another; or rank 0
             does not see the file of another rank.
         PayloadError: a rank sent an invalid message; the error names the rank.
         ExchangeError: a rank is gone; the link is broken then.
     """
-    target = Path(folder, link.part)
+    target = _folder_of(link, folder)
     problem: str | None = None
     state: State = {}
     try:
@@ -104,6 +106,13 @@ def save(link: Link, folder: str | os.PathLike[str], own: Mapping[str, Any] | No
         _sweep(target, number)
 
 
+def _folder_of(link: Link, folder: str | os.PathLike[str]) -> Path:
+    part = getattr(link, "part", None)
+    if not isinstance(part, str):
+        raise HyperparameterError(f"link: what gw.attach or gw.Link returned is needed, not {described(link)}")
+    return Path(folder, part)
+
+
 def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Load a link's state (collective call).
 
@@ -119,12 +128,13 @@ def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         none or the world size has changed.
 
     Raises:
+        HyperparameterError: ``link`` is no link.
         IncompatibleError: on this rank or another, the state does not exist, is not whole, cannot be read, or does not
             suit the link.
         PayloadError: a rank sent an invalid message; the error names the rank.
         ExchangeError: a rank is gone; the link is broken then.
     """
-    source = Path(folder, link.part)
+    source = _folder_of(link, folder)
     problem: str | None = None
     state: State = {}
     own: dict[str, Any] | None = None

@@ -15,6 +15,7 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.segments import is_sharded
 from gradwire.link.checks import caution_about_rate, check_not_in_backward, check_optimizer
 from gradwire.link.failures import Failures, WarnOnce
+from gradwire.link.parameters import described
 from gradwire.methods.feedback.optimizers import not_stepped
 
 
@@ -218,6 +219,22 @@ def check_scaler(grad_scaler: Any) -> None:
     raise HyperparameterError(
         f"grad_scaler: the torch.amp.GradScaler that scales the loss is needed, or None, or False for a loss that none "
         f"scales, not {grad_scaler!r}"
+    )
+
+
+def check_kinds(grad_scaler: Any, optimizer: Any) -> None:
+    """Raise if an object is no scaler, or another one no optimizer.
+
+    Raises:
+        HyperparameterError: as :func:`check_scaler`, or the optimizer is not None, and has no ``param_groups`` or no
+            ``step()``.
+    """
+    check_scaler(grad_scaler)
+    if optimizer is None or (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+        return
+    raise HyperparameterError(
+        "optimizer: the torch optimizer of the parameters is needed, or None, not "
+        f"{described(optimizer)}; of several, the one of the parameters that the method compresses"
     )
 
 

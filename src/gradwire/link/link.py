@@ -22,7 +22,7 @@ from gradwire.link.checks import caution_about, caution_alone, check_optimizer, 
 from gradwire.link.detached import lost
 from gradwire.link.diagnostics import Diagnostics, Judge
 from gradwire.link.failures import WarnOnce, place
-from gradwire.link.found_optimizers import LearningRates, OptimizerSearch, check_scaler, check_unscaled
+from gradwire.link.found_optimizers import LearningRates, OptimizerSearch, check_kinds, check_unscaled
 from gradwire.link.handshake import ReplicaCheck, Terms, agreement, compared, default_group, value_terms
 from gradwire.link.link_runtime import LinkRuntime, close_link
 from gradwire.link.link_state import LinkState
@@ -33,6 +33,7 @@ from gradwire.link.parameters import (
     check_still_frozen,
     frozen_parameters,
     gradient,
+    listed,
     named_parameters,
 )
 from gradwire.link.round import Mean, Round
@@ -189,13 +190,13 @@ class Link(LinkState, LocalStepsUser):
     def _take_terms(self, mine: Terms) -> int:
         """Fill in this rank's terms of an agreement; return the number of lanes."""
         given, method, count, options = self._asked
-        parameters = list(given)
+        parameters = listed(given)
         self._asked = (parameters, method, count, options)
         self._parameters, self._frozen = named_parameters(parameters), frozen_parameters(parameters)
         # First, since a rank that refuses the rest tells the others so.
         self.group.prefer(next((p.device for p in self._parameters.values()), torch.device("cpu")))
         self.method = read_method(method).with_files(self.world_size)
-        check_scaler(self.grad_scaler)
+        check_kinds(self.grad_scaler, self.optimizer)
         self.options = Options.of(options)
         check_parameters(self._parameters)
         self._check_lanes()

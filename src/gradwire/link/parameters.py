@@ -16,7 +16,7 @@ def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
     """Return the parameters that require a gradient, by plain name; parameters without a name are numbered.
 
     Raises:
-        HyperparameterError: two have the same name.
+        HyperparameterError: two have the same name, or one is no parameter.
     """
     pairs = _pairs(parameters)
     named = {name: p for name, p in pairs if p.requires_grad}
@@ -44,8 +44,35 @@ def check_still_frozen(frozen: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+def listed(parameters: Any) -> list[Any]:
+    """Return what a user gave as parameters, which may be a generator, as a list.
+
+    Raises:
+        HyperparameterError: it is a module, a mapping or nothing that holds several.
+    """
+    if isinstance(parameters, torch.Tensor | torch.nn.Module | Mapping) or not isinstance(parameters, Iterable):
+        raise HyperparameterError(_not_parameters(parameters))
+    return list(parameters)
+
+
 def _pairs(parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
-    return [(plain_name(p[0]), p[1]) if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
+    pairs = [(p[0], p[1]) if isinstance(p, tuple) and len(p) == 2 else (str(i), p) for i, p in enumerate(parameters)]
+    for name, p in pairs:
+        if not isinstance(name, str) or not isinstance(p, torch.Tensor):
+            raise HyperparameterError(_not_parameters(name if isinstance(p, torch.Tensor) else p))
+    return [(plain_name(name), p) for name, p in pairs]
+
+
+def _not_parameters(found: Any) -> str:
+    return (
+        "parameters: model.named_parameters(), pairs of a name and a parameter, or parameters are needed, not "
+        f"{described(found)}"
+    )
+
+
+def described(found: Any) -> str:
+    """Describe what a user passed in place of another thing, without its contents, for messages."""
+    return repr(found) if found is None or isinstance(found, str | type) else f"a {type(found).__name__}"
 
 
 def plain_name(name: str) -> str:
