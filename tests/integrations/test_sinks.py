@@ -135,6 +135,20 @@ def test_two_ranks_share_a_registry_of_someone_elses() -> None:
     assert 'rank="0"' not in library.generate_latest(registry).decode()
 
 
+def test_a_prometheus_sink_is_closed_twice_and_leaves_nothing_where_its_port_is_taken() -> None:
+    """Another one of the same rank in the registry would give a page that Prometheus refuses."""
+    library = pytest.importorskip("prometheus_client")
+    registry = library.CollectorRegistry()
+    with PrometheusSink(0, registry=registry) as sink:
+        with pytest.raises(OSError, match="in use"):
+            PrometheusSink(sink.port, rank=1, registry=registry)
+        with pytest.raises(gw.HyperparameterError, match="rank: a sink of rank 0 is in this registry already"):
+            PrometheusSink(registry=registry)
+        PrometheusSink(rank=1, registry=registry).close()
+        sink.close()
+    PrometheusSink(registry=registry).close()
+
+
 @pytest.mark.parametrize(
     ("module", "package", "build"),
     [

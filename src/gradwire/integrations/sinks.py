@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from types import TracebackType
 from typing import Any
 
-from gradwire.errors import BackendError
+from gradwire.errors import BackendError, HyperparameterError
 from gradwire.link.reports import COUNTERS
 
 PREFIX = "gradwire/"
@@ -149,6 +150,14 @@ class MLflowSink(Sink):
             self._client.set_terminated(self.run_id)
 
 
+_open_ranks: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Labels of the open Prometheus sinks in each registry."""
+
+
+def _ranks_in(registry: Any) -> set[str]:
+    return _open_ranks.setdefault(registry, set())
+
+
 class PrometheusSink(Sink):
     """Serves the latest metrics to Prometheus as ``gradwire_NAME``, with a label for the rank.
 
@@ -164,6 +173,8 @@ class PrometheusSink(Sink):
 
     Raises:
         BackendError: prometheus_client is not installed.
+        HyperparameterError: a sink of this rank is open in the registry.
+        OSError: the port is taken.
     """
 
     def __init__(
@@ -171,12 +182,20 @@ class PrometheusSink(Sink):
     ) -> None:
         library = needed("prometheus_client", "prometheus_client")
         self._core = needed("prometheus_client.core", "prometheus_client")
-        self._rank, self._latest = str(rank), dict[str, float]()
+        self._rank, self._latest, self._is_open = str(rank), dict[str, float](), True
         self.registry = library.CollectorRegistry() if registry is None else registry
-        self.registry.register(self)
         self._server: Any = None
+        taken = _ranks_in(self.registry)
+        if self._rank in taken:
+            raise HyperparameterError(
+                f"rank: a sink of rank {rank} is in this registry already, and their metrics would have the same "
+                "names and labels: close it first, or give each link a registry of its own"
+            )
         if port is not None:
+            # A port that is taken leaves the registry as it was.
             self._server, self._thread = library.start_http_server(port, addr=address, registry=self.registry)
+        self.registry.register(self)
+        taken.add(self._rank)
 
     @property
     def port(self) -> int | None:
@@ -197,7 +216,10 @@ class PrometheusSink(Sink):
             yield family
 
     def close(self) -> None:
-        self.registry.unregister(self)
+        if self._is_open:
+            self._is_open = False
+            self.registry.unregister(self)
+            _ranks_in(self.registry).discard(self._rank)
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
