@@ -499,6 +499,28 @@ def test_simulated_local_steps_count_what_they_discard_and_give_up_after_three_i
         step(torch.nan)
 
 
+def one_used() -> tuple[list[bool], torch.Tensor]:
+    """Step with a parameter that no loss uses, after a round of warm-up; return which have no gradient, and it."""
+    used, unused = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = torch.optim.SGD([used, unused], lr=0.1, weight_decay=0.1)
+    options: dict[str, Any] = {"optimizer": optimizer, "min_numel": 0, "warmup_steps": 1}
+    link = gw.Link([("used", used), ("unused", unused)], "LocalSGD(every=4)", **options)
+    for _ in range(2):
+        optimizer.zero_grad()
+        used.sum().backward()
+        link.reduce_()
+        optimizer.step()
+    link.close()
+    return [p.grad is None for p in (used, unused)], unused.detach()
+
+
+def test_a_parameter_that_no_loss_uses_is_not_stepped_between_exchanges(three_ranks: Ranks) -> None:
+    for missing, unused in three_ranks(one_used):
+        assert missing == [False, True]
+        # In the round of warm-up it takes part with zeros, as its peers' gradients may not be.
+        assert torch.allclose(unused, torch.full((3,), 0.99))
+
+
 def by_hand() -> tuple[torch.Tensor, list[str]]:
     """A loop without DDP, which counts its steps itself; and uses that make no sense."""
     rank, module, told = torch.distributed.get_rank(), built(), []

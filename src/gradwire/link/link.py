@@ -361,8 +361,9 @@ class Link(LinkState, LocalStepsUser):
         """Replace the gradient of every parameter by its mean over ranks; for loops without DDP (collective call).
 
         A parameter without a gradient on this rank takes part with zeros, and receives the mean, unless it was frozen
-        after the link was made. Under a method with local steps, gradients do not change.
+        after the link was made. Under a method with local steps, gradients do not change, and None stays None.
         """
+        unused = [p for p in self._parameters.values() if p.grad is None]
         refuse_scatter(self.options.collective, "reduce_()")
         buckets = own_buckets(self._parameters, 4 * self.options.chunk_numel)
 
@@ -373,6 +374,8 @@ class Link(LinkState, LocalStepsUser):
 
         for grads, flat in self.exchange_all(start):
             torch._foreach_copy_(grads, list(flat.split([g.numel() for g in grads])))
+        for p in unused if self._local is not None and not self._local.is_synchronous else ():
+            p.grad = None
 
     def exchange_all(self, start: Callable[[], Iterable[tuple[T, Mean]]]) -> list[tuple[T, torch.Tensor]]:
         """Exchange all buckets of a round, and return their means beside what they were started with.

@@ -71,6 +71,7 @@ class LocalSteps:
 
     Attributes:
         buffers: Floating-point buffers that are averaged at every exchange; under gossip, whenever parameters are.
+        is_synchronous: True while gradients of this step were exchanged, as in warm-up.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class LocalSteps:
         self._named, self._most, self._grad_scaler = named, most, grad_scaler
         self.buffers: list[torch.Tensor] = []
         self._hooks: list[Callable[[], None]] = []
-        self._synchronous = False
+        self.is_synchronous = False
         self._discarded = 0
         self._flying: Started | None = None
 
@@ -99,18 +100,18 @@ class LocalSteps:
     def keep(self, flat: torch.Tensor, last: bool, warm_up: bool) -> Mean | None:
         """Return a future of a bucket of gradients as it is; None in warm-up rounds, in which it must be exchanged."""
         if warm_up:
-            self._synchronous = self._synchronous or last
+            self.is_synchronous = self.is_synchronous or last
             return None
         # A step may take the gradients of several passes. If warm-up ended between them, parameters differ after it.
-        self._synchronous = False
+        self.is_synchronous = False
         self._runtime.refuse()
         return as_it_is(flat)
 
     def after_step(self) -> None:
         """Count a step, and exchange after the last one between two exchanges."""
-        if self._synchronous:
+        if self.is_synchronous:
             # Gradients were exchanged: the parameters are still equal on all ranks.
-            self._synchronous = False
+            self.is_synchronous = False
             self.parameters.take()
             return
         ends, begins = self.parameters.clock.step()

@@ -18,7 +18,7 @@ from gradwire.link.round import Round
 from gradwire.link.selection.autotune import Selection
 
 COUNTERS = ("rounds", "skipped_rounds", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s")
-"""Names in :meth:`LinkReports.metrics` of numbers that never decrease while a link is open."""
+"""Names in :meth:`LinkReports.metrics` of numbers that only grow while a link is open, unless a state is loaded."""
 
 
 def _took(choice: Mapping[str, Any] | None) -> list[str]:
@@ -52,7 +52,7 @@ class LinkReports:
 
     @property
     def round(self) -> int:
-        """Synchronised backward passes so far, also those before a checkpoint."""
+        """Synchronised backward passes, or exchanges of local steps, so far, also those before a checkpoint."""
         return self._runtime.round
 
     @property

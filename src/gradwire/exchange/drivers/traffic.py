@@ -38,7 +38,7 @@ class Traffic:
             reduce-scatter if each rank receives only its shard. Each round counts with the number of ranks that
             exchanged it.
         elements: Gradient elements exchanged, summed over rounds.
-        rounds: Number of synchronised backward passes.
+        rounds: Number of synchronised backward passes, or of exchanges of local steps.
         buffer_bytes: Bytes that this rank sent in DDP's own broadcasts of module buffers (batch norm's running
             statistics).
         sent_to: The part of ``sent_bytes`` in messages to a single rank, by that rank, such as a neighbour in a graph
