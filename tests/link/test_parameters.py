@@ -30,6 +30,8 @@ def test_only_what_requires_a_gradient_is_exchanged_by_name_or_number() -> None:
     assert list(named_parameters(reversed(list(model.parameters())))) == ["1"]
     with pytest.raises(gw.HyperparameterError, match="same name"):
         named_parameters([("a", model.weight), ("a", model.bias)])
+    with pytest.raises(gw.HyperparameterError, match="'a' and 'b' are one tensor, which would be exchanged twice"):
+        named_parameters([("a", model.weight), ("b", model.weight)])
 
 
 @pytest.mark.parametrize(

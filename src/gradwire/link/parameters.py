@@ -16,12 +16,19 @@ def named_parameters(parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
     """Return the parameters that require a gradient, by plain name; parameters without a name are numbered.
 
     Raises:
-        HyperparameterError: two have the same name, or one is no parameter.
+        HyperparameterError: two have the same name or are one tensor, or one is no parameter.
     """
     pairs = _pairs(parameters)
     named = {name: p for name, p in pairs if p.requires_grad}
     if len({name for name, _ in pairs}) != len(pairs):
         raise HyperparameterError("two parameters have the same name")
+    first: dict[int, str] = {}
+    for name, p in named.items():
+        if (other := first.setdefault(id(p), name)) != name:
+            raise HyperparameterError(
+                f"parameters {other!r} and {name!r} are one tensor, which would be exchanged twice: pass it once, as "
+                "model.named_parameters() does"
+            )
     return named
 
 
