@@ -102,13 +102,14 @@ def with_accelerate(folder: Path) -> dict[str, Any]:
     found["the first one's link, still"] = attachment.link.close.alive
     attachment.link.close()
 
-    AcceleratorState._reset_state(reset_partial_state=False)
-    accelerator, model = Accelerator(cpu=True), net()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    attachment = gw.integrations.accelerate(accelerator, "DiLoCo(every=2)", model=model, optimizer=optimizer)
-    train(accelerator, model, optimizer, range(4))
-    found["exchanges of a prepared optimizer"] = attachment.link.round
-    attachment.link.close()
+    for spec in ("DiLoCo(every=2)", "DIANA(prox=L1(strength=0.001))"):
+        AcceleratorState._reset_state(reset_partial_state=False)
+        accelerator, model = Accelerator(cpu=True), net()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        attachment = gw.integrations.accelerate(accelerator, spec, model=model, optimizer=optimizer)
+        train(accelerator, model, optimizer, range(4))
+        found.setdefault("exchanges of a prepared optimizer", []).append(attachment.link.round)
+        attachment.link.close()
 
     # The optimizer is not named to the method, and still is each rank's own.
     accelerator, attachment, model, optimizer = started(LOCAL)

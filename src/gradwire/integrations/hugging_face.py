@@ -64,6 +64,8 @@ def accelerate(
             module of an earlier call, or has prepared a module already and ``model`` is None. ``prepare`` raises it
             for a second module.
     """
+    if "optimizer" in options:
+        options["optimizer"] = _unwrapped(options["optimizer"])
     attachment = Attachment(method, fresh, options)
     _check_ddp(accelerator)
     _check_free(accelerator)
@@ -95,6 +97,12 @@ def accelerate(
     accelerator.register_load_state_pre_hook(before_load)
     accelerator.load_state, accelerator.gradwire = load_state, attachment
     return attachment
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer in what ``prepare`` has returned for it, which has no hooks of steps."""
+    kind = needed("accelerate.optimizer", "accelerate").AcceleratedOptimizer
+    return optimizer.optimizer if isinstance(optimizer, kind) else optimizer
 
 
 def _check_free(accelerator: Any) -> None:
