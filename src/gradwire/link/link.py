@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.exchange.drivers import LANES, Group, TransferOrder, group_of, profiled
-from gradwire.exchange.method import Method, is_whole, require
+from gradwire.exchange.method import Method
 from gradwire.exchange.planning import LinkOptions, Options, exchanged, own_buckets, refuse_scatter
 from gradwire.exchange.protocols import REDUCE_SCATTER
 from gradwire.exchange.segments import flat_view
@@ -24,7 +24,7 @@ from gradwire.link.diagnostics import Diagnostics, Judge
 from gradwire.link.failures import WarnOnce, place
 from gradwire.link.found_optimizers import LearningRates, OptimizerSearch, check_kinds, check_unscaled
 from gradwire.link.handshake import ReplicaCheck, Terms, agreement, compared, default_group, value_terms
-from gradwire.link.link_runtime import LinkRuntime, close_link
+from gradwire.link.link_runtime import LinkRuntime, check_lanes, close_link
 from gradwire.link.link_state import LinkState
 from gradwire.link.local_steps import LocalSteps
 from gradwire.link.local_steps_user import LocalStepsUser
@@ -199,7 +199,7 @@ class Link(LinkState, LocalStepsUser):
         check_kinds(self.grad_scaler, self.optimizer)
         self.options = Options.of(options)
         check_parameters(self._parameters)
-        self._check_lanes()
+        check_lanes(count)
         self._coders = CoderSelection()
         self._cost = CostKeeper(self.method, self.options.link_cost)
         self._exchanged, its_options = exchanged(self.method, self._parameters, self.options)
@@ -223,9 +223,6 @@ class Link(LinkState, LocalStepsUser):
         mine.open_links = numbers_in_use(but=self)
         return count
 
-    def _check_lanes(self) -> None:
-        require(is_whole(self._asked[2], 1), "lanes", f"at least 1 is needed, not {self._asked[2]!r}")
-
     def _compares_values(self) -> bool:
         """Return whether all ranks must hold equal parameters when the link is opened."""
         return True
@@ -235,8 +232,8 @@ class Link(LinkState, LocalStepsUser):
         if self.method.traits.local_steps:
             self._local = self._local_steps(4 * self.options.chunk_numel)
         unbind = (self._local or self.method).bind(self.optimizer, self._parameters)
-        compressed = {n: p for n, p in self._exchanged.items() if n not in self._selection.planner.dense}
-        self._compressed = compressed
+        dense = self._selection.planner.dense
+        self._compressed = compressed = {n: p for n, p in self._exchanged.items() if n not in dense}
         caution_about(self.method, self.optimizer, compressed, self._warnings)
         self._search = OptimizerSearch(
             self.method, self.optimizer, self._parameters, compressed, self._runtime.failures, self._warnings
@@ -254,8 +251,6 @@ class Link(LinkState, LocalStepsUser):
     def _local_steps(self, most: int) -> LocalSteps:
         """Make what counts the optimizer's steps; ``most`` is the largest number of elements of a bucket."""
         return LocalSteps(self.method, self._parameters, most, self, self._channel, self.grad_scaler)
-
-    # ------------------------------------------------------------------ exchanging
 
     def exchange(
         self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from gradwire.errors import ExchangeError
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.drivers import Device, HostDevice, Lane, Meter, Traffic, dense_bytes
+from gradwire.exchange.method import is_whole, require
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.protocols import Gauges, Memory, Workspace
 from gradwire.exchange.protocols.bucket_plan import BucketPlan
@@ -179,6 +180,15 @@ class LinkRuntime:
         """Return the seconds that the lanes have spent in encoders, on the wire and in decoders."""
         meters = self._meters()
         return {part: sum(getattr(m, part) for m in meters) for part in ("encode_s", "wire_s", "decode_s")}
+
+
+def check_lanes(count: object) -> None:
+    """Check the number of lanes that a user asked for.
+
+    Raises:
+        HyperparameterError: it is no whole number from 1 on.
+    """
+    require(is_whole(count, 1), "lanes", f"at least 1 is needed, not {count!r}")
 
 
 def close_link(runtime: LinkRuntime, unbinders: Sequence[Callable[[], None] | None]) -> None:

@@ -46,9 +46,6 @@ class Exchanger(Protocol):
     def begin(self, index: int, names: Sequence[str], flat: torch.Tensor, last: bool) -> Mean:
         """Start the exchange of a bucket."""
 
-    def _settle(self) -> None:
-        """Wait for the end of the round before."""
-
     def exchange_all(self, start: Callable[[], Started]) -> list[tuple[Sequence[str], torch.Tensor]]:
         """Exchange all buckets of a round."""
 

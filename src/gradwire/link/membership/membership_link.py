@@ -22,6 +22,7 @@ from gradwire.errors import (
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import LinkOptions, Options
 from gradwire.link.handshake import compared
+from gradwire.link.link_runtime import check_lanes
 from gradwire.link.membership import steps as p
 from gradwire.link.membership.epoch_group import LOOK_S
 from gradwire.link.membership.method_rules import refusal
@@ -97,7 +98,7 @@ class MembershipLink(WatchingLink):
     def _checked(self) -> str:
         """Check what the user asked for; return the digest of what all members must have in common."""
         parameters, method, count, options = self._asked
-        self._check_lanes()
+        check_lanes(count)
         self._party.check_carried(self.optimizer)
         self.method, self.options = read_method(method), Options.of(options)
         named, reason = named_parameters(parameters), refusal(self.method)
