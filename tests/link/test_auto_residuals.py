@@ -98,7 +98,9 @@ def test_what_was_measured_without_momentum_is_tried_only_where_there_is_known_t
 
 
 def named_parameters() -> dict[str, torch.nn.Parameter]:
-    return {"a": torch.nn.Parameter(torch.zeros(40, 50)), "b": torch.nn.Parameter(torch.zeros(70, 30))}
+    """Return two matrices and a vector, which low-rank candidates send exactly and others compress."""
+    shapes = {"a": (40, 50), "b": (70, 30), "c": (2000,)}
+    return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
 
 
 def auto_link(parameters: Mapping[str, torch.nn.Parameter], method: str | gw.Method = SHORT) -> gw.Link:

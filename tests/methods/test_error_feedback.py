@@ -122,6 +122,20 @@ def test_small_parameters_have_no_residual() -> None:
     assert float(residuals(link.state_dict(), 2, "w").abs().max()) > 0
 
 
+def test_a_parameter_that_is_excluded_later_leaves_its_residual_once() -> None:
+    like = [("a", torch.empty(2000)), ("b", torch.empty(2000))]
+    before = gw.SimulatedLink(like, "ErrorFeedback(TopK(density=0.1))", 2)
+    rows = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
+    came = before.reduce_(rows.clone())
+    after = gw.SimulatedLink(like, "ErrorFeedback(TopK(density=0.1))", 2, exclude=("b",))
+    after.load_state_dict(before.state_dict())
+    for _ in range(3):
+        came += after.reduce_(torch.zeros_like(rows))
+    torch.testing.assert_close(came[2000:], rows[:, 2000:].mean(0))
+    assert float(residuals(after.state_dict(), 2, "b").abs().max()) == 0
+    assert float(residuals(after.state_dict(), 2, "a").abs().max()) > 0
+
+
 def test_warm_up_leaves_no_residual() -> None:
     link = gw.SimulatedLink([("w", torch.empty(2000))], gw.ErrorFeedback(), 2, warmup_steps=2)
     for round in range(3):

@@ -276,3 +276,34 @@ def test_no_owner_rounds_the_mean_of_coded_factors() -> None:
     assert gw.PowerSGD(values=gw.QSGDMaxNorm()).traits.collectives == ("two_shot", "all_gather")
     with pytest.raises(gw.IncompatibleError, match="two_shot"):
         link(3, gw.PowerSGD(values=gw.QSGDinf(block_size=64)), collective="two_shot")
+
+
+BESIDE = [("matrix", torch.empty(128, 48)), ("vector", torch.empty(2000))]
+
+
+@pytest.mark.parametrize("kind", [gw.PowerSGD, gw.ACPSGD])
+def test_what_is_sent_exactly_has_no_residual(kind: type[gw.PowerSGD] | type[gw.ACPSGD]) -> None:
+    link = gw.SimulatedLink(BESIDE, kind(), 2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        rows = torch.randn(2, 128 * 48 + 2000, generator=generator)
+        assert torch.equal(link.reduce_(rows.clone())[128 * 48 :], rows[:, 128 * 48 :].mean(0))
+    state = link.state_dict()
+    assert [key for key in state["rank 0"] if key.startswith("residual/")] == ["residual/matrix"]
+    # Nor does another method find one.
+    other = gw.SimulatedLink(BESIDE, "ErrorFeedback(TopK(density=1.0))", 2)
+    other.load_state_dict(state)
+    assert other.reduce_(torch.zeros(2, 128 * 48 + 2000))[128 * 48 :].abs().max() == 0
+
+
+@pytest.mark.parametrize("after", [gw.PowerSGD(), gw.ACPSGD()])
+def test_a_residual_of_what_is_now_sent_exactly_is_sent_once(after: gw.Method) -> None:
+    before = gw.SimulatedLink(BESIDE, "ErrorFeedback(TopK(density=0.1))", 2)
+    rows = torch.randn(2, 128 * 48 + 2000, generator=torch.Generator().manual_seed(0))
+    came = before.reduce_(rows.clone())
+    link = gw.SimulatedLink(BESIDE, after, 2)
+    link.load_state_dict(before.state_dict())
+    for _ in range(3):
+        came += link.reduce_(torch.zeros_like(rows))
+    torch.testing.assert_close(came[128 * 48 :], rows[:, 128 * 48 :].mean(0))
+    assert link.state_dict()["rank 0"]["residual/vector"].abs().max() == 0

@@ -64,7 +64,7 @@ class Memory:
         self._device, self.undoes, self.sits_out = device, False, False
         self._values_before: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
-        self._banks: dict[tuple[str, tuple[str, ...]], _Bank] = {}
+        self._banks: dict[tuple[str, tuple[tuple[str, bool], ...]], _Bank] = {}
         self._home: dict[tuple[str, str], tuple[_Bank, int, int]] = {}
         self._loaded: dict[tuple[str, str], torch.Tensor] = {}
         self._replicated: set[str] = set()
@@ -91,6 +91,11 @@ class Memory:
         if bank.before is bank.staged:
             bank.staged = torch.zeros_like(bank.staged)
         return bank.staged
+
+    def has(self, kind: str, name: str) -> bool:
+        """Return whether a parameter has a vector of a kind."""
+        with self._lock:
+            return (kind, name) in self._home or (kind, name) in self._loaded
 
     def norm(self, kind: str, name: str | None = None) -> float | None:
         """Return the Euclidean norm of a parameter's vector of a kind; with ``name=None``, of all its vectors.
@@ -222,7 +227,8 @@ class Memory:
         return "replicated" if kind in self._replicated else "rank"
 
     def _bank(self, kind: str, segments: Sequence[Segment], replicated: bool, dtype: torch.dtype) -> _Bank:
-        key = (kind, tuple(s.parameter.name for s in segments))
+        # A plan's dense segments have no vector in its bank, while those of another plan of the same bucket may.
+        key = (kind, tuple((s.parameter.name, s.dense) for s in segments))
         with self._lock:
             have = self._banks.get(key)
             # After an exchange of some of its parameters, a bank has old values of these.
@@ -273,6 +279,9 @@ class ShardMemory(Memory):
         self, kind: str, segments: Sequence[Segment], *, replicated: bool = False, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         return self._memory.stage(kind, segments, dtype=dtype)
+
+    def has(self, kind: str, name: str) -> bool:
+        return self._memory.has(kind, name)
 
     def norm(self, kind: str, name: str | None = None) -> float | None:
         return self._memory.norm(kind, name)

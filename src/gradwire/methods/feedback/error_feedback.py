@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -176,13 +177,26 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
 
 
 class Feedback(WrappedPlan):
-    """Plan that adds an inner plan's residual, times ``decay``, to the next bucket, and stores it as ``kind``."""
+    """Plan that adds an inner plan's residual, times ``decay``, to the next bucket, and stores it as ``kind``.
+
+    Parameters that the inner plan sends exactly have no residual, whether it was told to or decided so. If they had one
+    before, from another method or with other options, it is added once, in full.
+    """
 
     def __init__(
         self, inner: BucketPlan, segments: Sequence[Segment], kind: str = "residual", decay: float = 1.0
     ) -> None:
         super().__init__(inner, segments)
         self._kind, self._decay = kind, decay
+        # Memory keeps nothing of dense segments: what is subtracted there as sent was never added.
+        self.segments = [replace(s, dense=s.dense or self._is_exact(s)) for s in segments]
+        self._exact = [replace(s, dense=False) for s in self.segments if s.dense]
+
+    def _is_exact(self, segment: Segment) -> bool:
+        """Return whether a segment has elements and the inner plan compresses none of them."""
+        end = segment.offset + segment.numel
+        before = bisect_left(self.all_runs, (end, end))
+        return segment.numel > 0 and (before == 0 or self.all_runs[before - 1][1] <= segment.offset)
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
         held = context.memory.read(self._kind, self.segments)
@@ -190,6 +204,7 @@ class Feedback(WrappedPlan):
         for a, b in pieces(self.all_runs, flat):
             flat[a:b].add_(held[a:b].to(flat.dtype), alpha=self._decay * context.loss_scale)
             staged[a:b].copy_(flat[a:b])
+        deliver(context, self._kind, [s for s in self._exact if context.memory.has(self._kind, s.parameter.name)], flat)
 
     def after(self, context: Context, flat: torch.Tensor, outcome: Outcome) -> Outcome:
         staged = context.memory.stage(self._kind, self.segments)
@@ -206,8 +221,15 @@ class Delivery(WrappedPlan):
     """Plan that adds another method's residuals to a bucket, once, and keeps none of the inner plan."""
 
     def before(self, context: Context, flat: torch.Tensor) -> None:
-        held = context.memory.read("residual", self.segments)
-        context.memory.stage("residual", self.segments).zero_()
         # All segments that are not dense, since a cast does not declare compressed runs.
-        for s in (s for s in self.segments if not s.dense):
-            flat[s.offset : s.offset + s.numel].add_(held[s.offset : s.offset + s.numel], alpha=context.loss_scale)
+        deliver(context, "residual", [s for s in self.segments if not s.dense], flat)
+
+
+def deliver(context: Context, kind: str, segments: Sequence[Segment], flat: torch.Tensor) -> None:
+    """Add residuals of whole parameters, none of them dense, to a bucket, and stage zeros in their place."""
+    if not segments:
+        return
+    held = context.memory.read(kind, segments)
+    context.memory.stage(kind, segments).zero_()
+    for s in segments:
+        flat[s.offset : s.offset + s.numel].add_(held[s.offset : s.offset + s.numel], alpha=context.loss_scale)
