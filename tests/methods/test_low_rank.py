@@ -23,6 +23,12 @@ CODED = [
 ]
 """Factors in levels: of each block's maximum, and of one that ranks share."""
 ALL = [*METHODS, gw.PowerSGD(values=gw.BF16()), gw.ACPSGD(values=gw.BF16()), *CODED]
+WRAPPED = [
+    gw.Coded(CODED[0], coder="huffman"),
+    gw.Coded(CODED[2], coder="huffman"),
+    gw.Hierarchical(gw.Coded(CODED[0], coder="huffman"), node_size=1),
+    gw.LocalSGD(every=1, inner=gw.Coded(CODED[0], coder="huffman")),
+]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -163,6 +169,26 @@ def test_a_resumed_run_ends_in_the_same_bits(method: gw.Method, before: int) -> 
     # The state decides: without it the next round is another one.
     assert not torch.equal(step(anew, rounds[before]), step(other, rounds[before]))
     assert all(bool(torch.isfinite(f).all()) for f in found)
+
+
+@pytest.mark.parametrize("method", WRAPPED, ids=repr)
+def test_a_method_around_factors_says_how_long_they_are(method: gw.Method) -> None:
+    parameter = Parameter("w", (40, 30), (30, 1))
+    kept = {kind for kind in method.traits.remembers if "factor" in kind}
+    inner = CODED[2] if "left_factor" in kept else CODED[0]
+    assert kept
+    assert {k: method.remembered_numel(k, parameter) for k in kept} == {
+        k: inner.remembered_numel(k, parameter) for k in kept
+    }
+
+
+@pytest.mark.parametrize("method", WRAPPED[:3], ids=repr)
+def test_a_method_around_factors_goes_on_from_its_own_state(method: gw.Method) -> None:
+    ours, rounds = link(3, method), [workers(3, seed) for seed in range(3)]
+    step(ours, rounds[0])
+    other = link(3, method)
+    other.load_state_dict(ours.state_dict())
+    assert all(torch.equal(step(ours, g), step(other, g)) for g in rounds[1:])
 
 
 @pytest.mark.parametrize("method", ALL, ids=repr)

@@ -61,7 +61,7 @@ class LocalStepsMethod(Around):
         return self.inner
 
     def remembered_numel(self, kind: str, parameter: Any) -> int:
-        return parameter.numel if kind in self.remembers_beside else self.inner.remembered_numel(kind, parameter)
+        return parameter.numel if kind in self.remembers_beside else super().remembered_numel(kind, parameter)
 
     def kept_as(self, parameter: Parameter) -> Sequence[Parameter]:
         return list(dict.fromkeys((parameter, *self.inner.kept_as(parameter))))

@@ -131,9 +131,6 @@ class AsyncServer(Around):
     def typical_delta_of(self, numel: int | None = None) -> float | None:
         return self.inner.typical_delta_of(numel)
 
-    def remembered_numel(self, kind: str, parameter: Any) -> int:
-        return self.inner.remembered_numel(kind, parameter)
-
     def refusal_of_collective(self, collective: str) -> str | None:
         return self.inner.refusal_of_collective(collective)
 

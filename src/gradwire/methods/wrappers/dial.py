@@ -136,9 +136,6 @@ class Dialled(Wrapper):
     def wait_of(self, numel: int | None = None) -> float | None:
         return self._worst([method.wait_of(numel) for method in self.variants], max)
 
-    def remembered_numel(self, kind: str, parameter: Parameter) -> int:
-        return self.compressor.remembered_numel(kind, parameter)
-
     def caution(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> str | None:
         told = (method.caution(optimizer, parameters) for method in reversed(self.variants))
         return next((sentence for sentence in told if sentence is not None), None)

@@ -187,9 +187,6 @@ class Hierarchical(Wrapper):
         parts = [part for part, _ in cut_into_shards(parameter, size)]
         return [kept for part in parts for kept in self.compressor.kept_as(part)]
 
-    def remembered_numel(self, kind: str, parameter: Parameter) -> int:
-        return self.compressor.remembered_numel(kind, parameter)
-
     def plan(self, setting: PlanSetting) -> BucketPlan:
         return HierarchicalPlan(self, setting)
 

@@ -83,6 +83,9 @@ class Around(Method):
     def kept_as(self, parameter: Parameter) -> Sequence[Parameter]:
         return self.wrapped.kept_as(parameter)
 
+    def remembered_numel(self, kind: str, parameter: Parameter) -> int:
+        return self.wrapped.remembered_numel(kind, parameter)
+
     def usual_collective(self, world_size: int) -> str | None:
         # With a single protocol there is no choice.
         return self.wrapped.usual_collective(world_size) if len(self.traits.collectives) > 1 else None
