@@ -9,6 +9,7 @@ import torch
 
 import gradwire as gw
 from gradwire.errors import HyperparameterError
+from joined import joined_rows
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -27,7 +28,7 @@ def top(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def residuals(found: gw.Simulation, workers: int) -> torch.Tensor:
-    return torch.stack([found.state[f"rank {rank}"]["residual/(model)"] for rank in range(workers)])
+    return torch.stack([found.state[f"rank {rank}"]["residual/0"] for rank in range(workers)])
 
 
 def along_a_tree(x: torch.Tensor, k: int) -> tuple[torch.Tensor, float]:
@@ -64,8 +65,7 @@ def test_the_outcome_has_k_elements_and_nothing_is_lost(workers: int) -> None:
         g = heavy(workers, 1000, seed=round, alike=1.0)
         mean = link.reduce_(g.clone())
         assert 0 < int(mean.count_nonzero()) <= 20
-        state = link.state_dict()
-        after = torch.stack([state[f"rank {rank}"]["residual/(model)"] for rank in range(workers)])
+        after = joined_rows(link, workers, "residual")
         total = workers * mean.double() + after.double().sum(0)
         # A merge rounds one sum a unit, log2(workers) of them one behind the other, of numbers of a few hundred.
         assert torch.allclose(total, (before + g).double().sum(0), rtol=1e-5, atol=1e-3)
@@ -148,8 +148,7 @@ def test_what_levels_lose_stays_behind_and_all_ranks_draw_alike(collective: str)
     for round in range(4):
         g = heavy(5, 800, seed=round, alike=1.0)
         means.append(link.reduce_(g.clone()))
-        state = link.state_dict()
-        after = torch.stack([state[f"rank {rank}"]["residual/(model)"] for rank in range(5)])
+        after = joined_rows(link, 5, "residual")
         total = 5 * means[-1].double() + after.double().sum(0)
         # Sums of float32 values of a few hundred, a few of them in each element.
         assert torch.allclose(total, (before + g).double().sum(0), rtol=1e-5, atol=1e-3)
@@ -172,3 +171,24 @@ def test_fields_are_checked() -> None:
     for bad in ({"density": 0}, {"blocks": "layer"}, {"values": gw.QSGDinf(block_size=4096)}, {"momentum": 1.0}):
         with pytest.raises(HyperparameterError):
             gw.GTopK(**bad)
+
+
+JOINED = [gw.GTopK(density=0.01), gw.SketchedSGD(density=0.01), gw.ErrorFeedback(gw.TopK(density=0.01, blocks="model"))]
+
+
+@pytest.mark.parametrize("method", JOINED, ids=repr)
+def test_what_waits_of_joined_parameters_is_kept_by_parameter(method: gw.Method) -> None:
+    like = {"a": torch.empty(2500), "b": torch.empty(2500), "c": torch.empty(2000)}
+    ours = gw.SimulatedLink(like.items(), method, 2, exclude=("a",))
+    rows = torch.randn(2, 7000, generator=torch.Generator().manual_seed(0))
+    due = rows.mean(0)
+    came = ours.reduce_(rows.clone())
+    # Continued in another order, with b in float32, which has waited, and a compressed, which has not.
+    other = gw.SimulatedLink({name: like[name] for name in "cab"}.items(), method, 2, exclude=("b",))
+    other.load_state_dict(ours.state_dict())
+    c, a, b = other.reduce_(torch.zeros(2, 7000)).split([2000, 2500, 2500])
+    left = [torch.stack([other.state_dict()[f"rank {r}"][f"residual/{n}"] for r in (0, 1)]).mean(0) for n in "abc"]
+    assert float(a.abs().max()) == float(left[0].abs().max()) == 0
+    torch.testing.assert_close(came + torch.cat([a, b, c]) + torch.cat(left), due, atol=1e-5, rtol=0)
+    assert float(left[1].abs().max()) == 0
+    assert float(left[2].abs().max()) > 0

@@ -14,6 +14,7 @@ from gradwire.exchange.protocols import Context
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import SegmentTable, get_kernels
 from gradwire.seeds import SHARED, parameter_key
+from joined import joined_rows
 from plans import make_plan
 
 REFERENCE = get_kernels("reference")
@@ -30,8 +31,7 @@ def link(method: gw.Method, numel: int, workers: int, **options: object) -> gw.S
 
 
 def held(link: gw.SimulatedLink, workers: int, kind: str = "residual") -> torch.Tensor:
-    state = link.state_dict()
-    return torch.stack([state[f"rank {rank}"][f"{kind}/(model)"] for rank in range(workers)])
+    return joined_rows(link, workers, kind)
 
 
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from gradwire.exchange.protocols.bucket_plan import BucketPlan
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import SegmentTable, get_kernels
 from gradwire.seeds import SHARED, parameter_key
+from joined import joined_rows, joined_state
 from oracle import digest, layers, square_loss
 from plans import make_plan
 from ranks import Ranks
@@ -41,13 +42,12 @@ def link(method: gw.Method, numel: int, workers: int, **options: object) -> gw.S
 
 def held(link: gw.SimulatedLink, workers: int, kind: str) -> torch.Tensor:
     """Return what workers keep of all compressed parameters, zeros at first."""
-    state = link.state_dict()
-    return torch.stack([state[f"rank {rank}"][f"{kind}/(model)"] for rank in range(workers)])
+    return joined_rows(link, workers, kind)
 
 
 def root(link: gw.SimulatedLink) -> torch.Tensor:
     """Return the roots of the largest second moments, by the method's own arithmetic."""
-    return (link.state_dict()["replicated"]["highest_second_moment/(model)"] + link.method.eps).sqrt()  # type: ignore[attr-defined]
+    return (joined_state(link, "replicated", "highest_second_moment") + link.method.eps).sqrt()  # type: ignore[attr-defined]
 
 
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -364,7 +364,7 @@ def test_a_warm_up_sends_float32_once_and_hands_its_momentum_on(warmup_steps: in
         assert ours.traffic().sent_bytes == (seed + 1) * 2 * 3 * (32 + 4 * 1000)
     state = ours.state_dict()
     assert int(state["global"]["warm_up"]) == 1
-    momentum = state["replicated"]["mean_momentum/(model)"]
+    momentum = state["replicated"]["mean_momentum/w"]
     few = link(method, 4000, 1, warmup_steps=warmup_steps)
     few.load_state_dict({"rank 0": {}, "global": state["global"], "replicated": state["replicated"]})
     g = drawn(1, 4000, 9)
@@ -373,7 +373,7 @@ def test_a_warm_up_sends_float32_once_and_hands_its_momentum_on(warmup_steps: in
         assert torch.allclose(held(one, workers, "momentum"), 0.9 * momentum + 0.1 * g, rtol=1e-6, atol=1e-7)
         after = one.state_dict()
         assert int(after["global"]["warm_up"]) == 0
-        assert not bool(after["replicated"]["mean_momentum/(model)"].any())
+        assert not bool(after["replicated"]["mean_momentum/w"].any())
 
 
 def schedule(optimizer: torch.optim.SGD, step: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -53,6 +53,9 @@ class Segment:
 
     Elements ``start .. start + numel`` of ``parameter`` (memory order) are elements ``offset .. offset + numel`` of the
     vector. ``dense`` segments are sent in float32 by every method.
+
+    A segment of several parameters joined to one has those of each in ``parts``. It is known by its name and place; its
+    state is kept by parameter, so that another model of the same parameters finds it.
     """
 
     parameter: Parameter
@@ -60,12 +63,18 @@ class Segment:
     start: int
     numel: int
     dense: bool = False
+    parts: tuple[Segment, ...] = field(default=(), compare=False, repr=False)
 
 
 def divide(segments: Iterable[Segment]) -> tuple[list[Segment], list[Segment]]:
     """Return the segments that a method compresses and those that are sent in float32, without empty ones."""
     filled = [s for s in segments if s.numel]
     return [s for s in filled if not s.dense], [s for s in filled if s.dense]
+
+
+def take_apart(segments: Iterable[Segment]) -> list[Segment]:
+    """Return segments of single parameters: of each that is joined, its parts."""
+    return [part for s in segments for part in s.parts or (s,)]
 
 
 def join_compressed(segments: Sequence[Segment]) -> list[Segment]:
@@ -78,7 +87,8 @@ def join_compressed(segments: Sequence[Segment]) -> list[Segment]:
     numel = sum(s.numel for s in light)
     if light and light[-1].offset + light[-1].numel != numel:
         raise ValueError("the order of the vector is wrong: compressed parameters come first if they are joined")
-    return [Segment(Parameter("(model)", (numel,), (1,)), 0, 0, numel), *dense] if light else dense
+    joined = Segment(Parameter("(model)", (numel,), (1,)), 0, 0, numel, parts=tuple(light))
+    return [joined, *dense] if light else dense
 
 
 def lay_out(parameters: Iterable[Parameter]) -> tuple[Segment, ...]:

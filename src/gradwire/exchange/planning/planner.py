@@ -333,7 +333,6 @@ class Planner:
             collective,
             link_seed(self.options.seed, self._number.value),
             self.options.chunk_numel,
-            parts=[s for s in segments if not s.dense] if self.method.traits.joined else (),
         )
         plan = method.dense_plan(setting) if warm_up else method.plan(setting)
         # Some methods keep levels as fractions of a scale, which a spike does not harm: these need no bound.

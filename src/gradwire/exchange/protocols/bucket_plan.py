@@ -31,7 +31,7 @@ from gradwire.exchange.protocols import (
 from gradwire.exchange.protocols.division import Pieces, cut, even_shares, join, row_shards
 from gradwire.exchange.protocols.sections import Bound, BoundChunk, BoundPart, BoundShard, Prepared
 from gradwire.exchange.protocols.shares import reduce_scatter
-from gradwire.exchange.segments import Segment, divide
+from gradwire.exchange.segments import Segment, divide, take_apart
 from gradwire.exchange.traits import Traits
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ class PlanSetting:
             it.
         coder: An entropy coder for the digits of compressed sections, which takes precedence over the method's; the
             outcome does not depend on it.
-        parts: If one of ``segments`` is all compressed parameters joined, the segments of these parameters.
     """
 
     segments: Sequence[Segment]
@@ -125,12 +124,11 @@ class PlanSetting:
     seed: int
     chunk_numel: int
     coder: Coder | None = None
-    parts: Sequence[Segment] = ()
 
     @property
     def compressed(self) -> Sequence[Segment]:
         """The parameters that are compressed, one by one even if they are joined."""
-        return self.parts or divide(self.segments)[0]
+        return take_apart(divide(self.segments)[0])
 
     def whole(self) -> PlanSetting:
         """Return the setting in which everything is sent in float32."""

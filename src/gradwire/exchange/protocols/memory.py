@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from gradwire.exchange.segments import Segment
+from gradwire.exchange.segments import Segment, take_apart
 
 WORKERS = "workers"
 """Value with the number of ranks that vectors depend on, such as the mean of all ranks' shifts."""
@@ -49,7 +49,8 @@ class Memory:
     """A method's vectors by parameter, and a few values for all parameters; a round changes all of them or none.
 
     A vector follows its parameter if the layout of buckets changes. It is stored in a *bank*, with the layout of a
-    bucket's flat vector, so that arithmetic with the gradient needs no copies. New values of a round are *staged*, that
+    bucket's flat vector, so that arithmetic with the gradient needs no copies. Of parameters that are joined, each has
+    its own vector. New values of a round are *staged*, that
     is, take effect with :meth:`commit`; :meth:`discard` drops them, for example after a non-finite gradient.
 
     Attributes:
@@ -228,7 +229,7 @@ class Memory:
 
     def _bank(self, kind: str, segments: Sequence[Segment], replicated: bool, dtype: torch.dtype) -> _Bank:
         # A plan's dense segments have no vector in its bank, while those of another plan of the same bucket may.
-        key = (kind, tuple((s.parameter.name, s.dense) for s in segments))
+        key = (kind, tuple((s.parameter.name, s.dense) for s in take_apart(segments)))
         with self._lock:
             have = self._banks.get(key)
             # After an exchange of some of its parameters, a bank has old values of these.
@@ -241,7 +242,7 @@ class Memory:
     def _move_in(self, kind: str, segments: Sequence[Segment], dtype: torch.dtype) -> _Bank:
         """Make a bank, and move the vectors of its parameters into it from other banks."""
         bank = _Bank(max((s.offset + s.numel for s in segments), default=0), dtype, self._device)
-        for s in (s for s in segments if not s.dense):
+        for s in take_apart(s for s in segments if not s.dense):
             place = bank.held[s.offset : s.offset + s.numel]
             before = self._home.get((kind, s.parameter.name))
             if before is not None:

@@ -63,7 +63,7 @@ class GTopK(ResidualAlgorithm):
         >>> import torch, gradwire as gw
         >>> g = torch.tensor([[3.0, 0.0, 1.0, 0.0], [0.0, 2.0, 1.5, 0.0]])
         >>> found = gw.simulate(g, gw.GTopK(density=0.25))
-        >>> found.mean, [found.state[f"rank {r}"]["residual/(model)"].tolist() for r in (0, 1)]
+        >>> found.mean, [found.state[f"rank {r}"]["residual/0"].tolist() for r in (0, 1)]
         (tensor([1.5000, 0.0000, 0.0000, 0.0000]), [[0.0, 2.0, 1.0, 0.0], [0.0, 0.0, 1.5, 0.0]])
     """
 

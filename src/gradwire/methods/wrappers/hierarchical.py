@@ -278,7 +278,6 @@ class HierarchicalPlan(BucketPlan):
             setting = replace(
                 self._setting,
                 segments=join_compressed(segments) if joined else segments,
-                parts=[s for s in segments if not s.dense] if joined else (),
                 world_size=len(self._between.ranks(self._node.groups[0][place])),
                 seed=shard_seed(self._setting.seed, place),
             )
