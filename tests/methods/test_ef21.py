@@ -168,7 +168,7 @@ def test_momentum_lowers_the_floor_of_noisy_gradients() -> None:
     assert floors[0.9] < 0.7 * floors[0.0]
 
 
-@pytest.mark.parametrize("inner", [SIGNS, gw.QSGDMaxNorm(), gw.FP32()], ids=repr)
+@pytest.mark.parametrize("inner", [SIGNS, gw.QSGDMaxNorm(), gw.FP32(), gw.RandK(density=0.1)], ids=repr)
 def test_warm_up_leaves_whole_gradients_as_estimates(inner: gw.Method) -> None:
     """Property 9: the bits of any warm-up; then a round without a change sends nothing but zeros."""
     like = [("v", torch.empty(1000)), ("b", torch.empty(5)), ("w", torch.empty(300))]

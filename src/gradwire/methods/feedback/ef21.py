@@ -131,7 +131,9 @@ class EF21(ShiftAlgorithm, Wrapper):
 
     def dense_plan(self, setting: PlanSetting) -> BucketPlan:
         travels_whole = self.compressor.cast_dtype == torch.float32
-        whole = self.compressor.plan(setting) if travels_whole else SectionPlan(Float32(), setting)
+        # Float32 sums have the same bits by every protocol, but the compressor's may be the backend's sum.
+        sections = SectionPlan(Float32(), replace(setting, collective="two_shot"))
+        whole = self.compressor.plan(setting) if travels_whole else sections
         return self._after_momentum(_Estimates(whole, setting.segments, shift_dtype("EF21", self.shifts)), setting)
 
     def _after_momentum(self, plan: BucketPlan, setting: PlanSetting) -> BucketPlan:
