@@ -255,6 +255,24 @@ def test_what_is_not_finite_is_seen(method: gw.Method, bad: float) -> None:
     assert not bool(torch.isfinite(found[4, 5]))
 
 
+@pytest.mark.parametrize("size", [1e36, 3e38])
+def test_values_too_large_to_be_sent_over_their_probability_are_infinite(size: float) -> None:
+    found = gw.simulate(torch.full((3, 10_000), size), gw.ATOMO(density=0.001)).mean
+    assert bool(torch.isinf(found).any())
+
+
+@pytest.mark.parametrize("pairs", [None, 4])
+@pytest.mark.parametrize("exponent", [-140, -90, 60, 110])
+def test_matrices_of_any_size_have_the_same_atoms(exponent: int, pairs: int | None) -> None:
+    x, method = gaussian(2, 60, 50, seed=26), gw.SpectralATOMO(budget=2.0, pairs=pairs)
+    x = x.where(x.abs() > 2.0**-3, 0.0)
+    found, scaled = (gw.simulate([{"w": row} for row in rows], method).mean["w"] for rows in (x, x * 2.0**exponent))
+    if exponent < -126:
+        assert bool(torch.isfinite(scaled).all()), "the elements themselves are rounded"
+    else:
+        assert torch.equal(scaled, found * 2.0**exponent)
+
+
 def test_fields_are_checked() -> None:
     for make in (
         lambda: gw.ATOMO(density=0.0),

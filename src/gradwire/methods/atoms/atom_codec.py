@@ -94,9 +94,14 @@ class AtomCodec(SparseCodec):
         # Parameters have no gaps between them, so that every element is written.
         trits = torch.empty(self.drawn.extent, dtype=torch.float32, device="cpu")
         self.kernels.decode(self._trits, 1, self.drawn, torch.ones_like(limit), 0, groups, trits)
-        # Values that are not finite are kept, and so is all of a parameter that fits the budget.
+        # Values that are not finite are kept, and so is all of a parameter that fits the budget. If only c is infinite,
+        # the largest unit is kept, whose value over its probability is then infinite, too: with nothing kept the round
+        # would count as one of zeros.
         if bool(torch.isinf(scale).any()):
             trits[~torch.isfinite(sizes[: len(trits)])] = torch.inf
+        for i in torch.nonzero(torch.isinf(scale)).flatten().tolist():
+            a, n = int(self.drawn.offset[i]), int(self.drawn.numel[i])
+            trits[a + int(sizes[a : a + n].abs().argmax())] = torch.inf
         threshold = torch.full((number,), 0.5, dtype=torch.float32, device="cpu")
         for i in torch.nonzero(scale == 0).flatten().tolist():
             a, n = int(self.drawn.offset[i]), int(self.drawn.numel[i])
@@ -135,6 +140,7 @@ class AtomCodec(SparseCodec):
             largest = sizes[at + part.long()].abs().double().sort(descending=True).values
             c = kept_magnitude(largest, whole, b)
             found.append(c if c == 0 else max(c, SMALLEST_SCALE))
+        # A c beyond float32 is infinite: what would be sent is no number, and the parameter counts as not finite.
         scale = torch.tensor(found, dtype=torch.float64, device="cpu").to(torch.float32)
         return torch.where(torch.isfinite(moments.max_abs), scale, torch.inf), torch.ones_like(scale)
 

@@ -94,13 +94,16 @@ class SingularCodec(Codec):
             if not bool(torch.isfinite(matrix).all()):
                 counts.append(SPOILT)
                 continue
+            # Squares of the matrix stay within float32. A power of two changes no bit of what follows.
+            exponent = _exponent(matrix)
+            matrix = matrix.ldexp(-exponent)
             atoms = Pairs(matrix) if start is None else PairsAndRows(matrix, start)
             chance = probabilities(atoms.sizes, self.budget)
             kept = torch.nonzero(_drawn(len(chance), key, draw) < (chance * 2.0**24).ceil()).flatten()[:most]
             counts.append(len(kept))
             left, right = atoms.vectors(kept)
             factor = (atoms.sizes[kept].double() / chance[kept]).to(torch.float32)
-            for block in (left * factor[:, None], right):
+            for block in ((left * factor[:, None]).ldexp(exponent), right):
                 size = 4 * block.numel()
                 out[at : at + size].view(torch.float32).copy_(block.reshape(-1))
                 at += size
@@ -206,6 +209,11 @@ class PairsAndRows:
         left = torch.cat([self._left[pairs], units])
         right = torch.cat([self._right[pairs], self._rest[rows] / self.sizes[self._pairs + rows][:, None]])
         return (right, left) if self._turned else (left, right)
+
+
+def _exponent(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the exponent e for which the largest magnitude is in [2^(e-1), 2^e), as far as 2^-e and 2^e are normal."""
+    return torch.frexp(matrix.abs().amax()).exponent.clamp(-126, 126)
 
 
 def _start(numel: int, pairs: int, key: tuple[int, int]) -> torch.Tensor:
