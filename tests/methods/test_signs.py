@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,6 +160,13 @@ def test_a_block_size_is_written_in_two_ways_and_read_as_one() -> None:
     ours, theirs = gw.simulate(g, short), gw.simulate(g, around)
     assert torch.equal(ours.mean, theirs.mean)
     assert ours.traffic == theirs.traffic
+
+
+@pytest.mark.parametrize("block_size", [None, 128])
+def test_replacing_the_block_size_replaces_the_compressor(block_size: int | None) -> None:
+    method = replace(gw.EFSignSGD(block_size=64, momentum=0.5), block_size=block_size)
+    assert method == gw.EFSignSGD(block_size=block_size, momentum=0.5)
+    assert method.compressor == gw.ScaledSign(block_size=block_size)
 
 
 @pytest.mark.parametrize(

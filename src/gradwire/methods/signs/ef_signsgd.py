@@ -87,7 +87,7 @@ class ScaledSign(Compressor):
         return SignCodec(kernels, segments, world_size, length=self.block_size or WHOLE, sides=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class EFSignSGD(ErrorFeedback):
     r"""EF-signSGD: the scaled sign with error feedback.
 
@@ -126,8 +126,8 @@ class EFSignSGD(ErrorFeedback):
         (tensor([ 2., -2., -2.,  2.]), tensor([1., 1., 1., 1.]))
     """
 
-    # The block size determines it, so the spec does not show it.
-    compressor: Method = field(default_factory=ScaledSign, repr=False, kw_only=False)
+    # The block size determines it. So the spec does not show it, and dataclasses.replace does not hand on the old one.
+    compressor: Method = field(default_factory=ScaledSign, init=False, repr=False, kw_only=False)
     block_size: int | None = None
 
     name: ClassVar[str] = "ef_signsgd"
@@ -140,23 +140,32 @@ class EFSignSGD(ErrorFeedback):
         state_bytes_per_element=4.0,
     )
 
-    def __post_init__(self) -> None:
-        given = self.compressor
+    def __init__(
+        self,
+        compressor: Method | None = None,
+        *,
+        block_size: int | None = None,
+        momentum: float = 0.0,
+        decay: float = 1.0,
+    ) -> None:
+        given = ScaledSign() if compressor is None else compressor
         if not isinstance(given, ScaledSign):
             raise HyperparameterError(
                 f"EFSignSGD: compressor is ScaledSign(block_size=...), not {given!r}: use ErrorFeedback for another"
             )
-        check_blocks("EFSignSGD", self.block_size, "parameter")
+        check_blocks("EFSignSGD", block_size, "parameter")
         # Either of the two may be left at its default; if both are given they must agree.
-        sizes = {size for size in (self.block_size, given.block_size) if size is not None}
+        sizes = {size for size in (block_size, given.block_size) if size is not None}
         require(
             len(sizes) < 2,
             "EFSignSGD",
-            f"block_size={self.block_size!r} and compressor={given!r} differ: leave compressor out",
+            f"block_size={block_size!r} and compressor={given!r} differ: leave compressor out",
         )
         object.__setattr__(self, "block_size", next(iter(sizes), None))
         object.__setattr__(self, "compressor", ScaledSign(block_size=self.block_size))
-        super().__post_init__()
+        object.__setattr__(self, "momentum", momentum)
+        object.__setattr__(self, "decay", decay)
+        self.__post_init__()
 
     def declare(self) -> Traits:
         return replace(
