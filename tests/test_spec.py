@@ -176,6 +176,25 @@ def test_a_spec_of_another_number_type_is_the_same_spec() -> None:
         assert repr(gw.TernGrad(clip=clip)) == "TernGrad(clip=2.0, clip_by='rms', share_scaler=True, ahead=False)"
 
 
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda number: gw.Scheduled(gw.TopK(density=0.01), start=number(0.25)),
+        lambda number: gw.Scheduled(gw.TopK(density=0.01), rounds=number(100)),
+        lambda number: gw.Scheduled(gw.TopK(density=0.01), start=(number(0.5), number(0.1)), schedule="step"),
+        lambda number: gw.LGreCo(gw.TopK(density=0.01), field="density", values=(number(0.02), number(0.1))),
+        lambda number: gw.DIANA(prox=gw.L1(strength=number(0.1))),
+        lambda number: gw.DIANA(prox=gw.Box(low=number(-1.0), high=number(1.0))),
+    ],
+)
+def test_a_method_of_numpy_numbers_reads_back(build: Callable[[type], gw.Method]) -> None:
+    import numpy as np
+
+    method = build(np.float64)
+    assert gw.method(repr(method)) == method
+    assert repr(method) == repr(build(float))
+
+
 def test_not_a_spec_at_all() -> None:
     with pytest.raises(gw.HyperparameterError, match="not 3"):
         gw.method(3)  # type: ignore[arg-type]

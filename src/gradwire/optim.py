@@ -47,6 +47,7 @@ class L1:
         """Check the strength."""
         if not (_number(self.strength) and math.isfinite(self.strength) and self.strength >= 0):
             raise HyperparameterError(f"L1: strength is {self.strength!r}: use a finite number of at least 0")
+        object.__setattr__(self, "strength", float(self.strength))
 
     def value(self, x: Tensor) -> float:
         """Return R(x), summed in float64."""
@@ -92,6 +93,8 @@ class Box:
             raise HyperparameterError(
                 f"Box: low is {self.low!r} and high is {self.high!r}: use two numbers, low not above high"
             )
+        object.__setattr__(self, "low", float(self.low))
+        object.__setattr__(self, "high", float(self.high))
 
     def value(self, x: Tensor) -> float:
         """Return R(x): 0 if every entry is within the bounds, else infinity."""

@@ -45,6 +45,17 @@ def is_number(
     return (value > above if least is None else value >= least) and (value < below if most is None else value <= most)
 
 
+def plain(value: float) -> float:
+    """Return a number as an int or a float, whose text a spec can have; a NumPy number is a float to Python, too.
+
+    Example:
+        >>> import numpy
+        >>> plain(numpy.float64(0.25)), plain(3)
+        (0.25, 3)
+    """
+    return int(value) if isinstance(value, int) else float(value)
+
+
 def operand(kind: type[Any]) -> str | None:
     """Return the name of the field that may be given without its name: the method inside a wrapper."""
     return next((each.name for each in fields(kind) if not each.kw_only), None)

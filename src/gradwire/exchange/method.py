@@ -13,6 +13,7 @@ from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.fields import check_fields, shortened
 from gradwire.exchange.fields import is_number as is_number
 from gradwire.exchange.fields import is_whole as is_whole
+from gradwire.exchange.fields import plain as plain
 from gradwire.exchange.traits import Traits
 
 if TYPE_CHECKING:

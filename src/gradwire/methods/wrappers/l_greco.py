@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gradwire.exchange.codecs import Constant, Draw
-from gradwire.exchange.method import Method, Properties, cast_of, is_number, is_whole, operator_of, require
+from gradwire.exchange.method import Method, Properties, cast_of, is_number, is_whole, operator_of, plain, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome, gathered_values
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Operator, PlanSetting, SectionPlan
@@ -189,7 +189,7 @@ class LGreCo(Dialled):
         uniform = self.dial
         listed = isinstance(values, tuple | list) and all(is_number(value) for value in values)
         require(listed, "LGreCo", f"values is a tuple of numbers for {self.field}, not {values!r}")
-        object.__setattr__(self, "values", tuple(sorted(set(values))))
+        object.__setattr__(self, "values", tuple(sorted(set(map(plain, values)))))
         others = set(values) - {uniform}
         most = 1 <= len(others) <= 255
         require(most, "LGreCo", f"values has 1 to 255 others than {self.field}={uniform!r}, not {values!r}")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.errors import IncompatibleError
-from gradwire.exchange.method import Inherited, Method, Properties, is_number, is_whole, require
+from gradwire.exchange.method import Inherited, Method, Properties, is_number, is_whole, plain, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
@@ -204,7 +204,7 @@ class Scheduled(Dialled):
         if step:
             listed = isinstance(start, tuple | list) and bool(start) and all(is_number(value) for value in start)
             require(listed, "Scheduled", f"start is a tuple of values for schedule='step', not {start!r}")
-            object.__setattr__(self, "start", tuple(start))  # type: ignore[arg-type]
+            object.__setattr__(self, "start", tuple(map(plain, start)))  # type: ignore[arg-type]
         else:
             require(is_number(start), "Scheduled", f"start is a number for schedule={self.schedule!r}, not {start!r}")
             needs_sign = self.schedule in ("exponential", "reciprocal")
@@ -213,6 +213,8 @@ class Scheduled(Dialled):
                 "Scheduled",
                 f"schedule={self.schedule!r} goes between numbers of one sign, not from {start!r} to {end!r}",
             )
+            object.__setattr__(self, "start", plain(start))  # type: ignore[arg-type]
+        object.__setattr__(self, "rounds", plain(self.rounds))
         given = len(start) if step else None  # type: ignore[arg-type]
         count = given or 4 if self.stages is None else self.stages
         fits = is_whole(count, 1, min(MOST_STAGES, math.ceil(self.rounds))) and given in (None, count)
