@@ -40,6 +40,15 @@ def test_what_a_method_around_another_takes_over(inner: Method) -> None:
     assert around.traits.needs_loss_scale
 
 
+@pytest.mark.parametrize(
+    "method", [gw.ErrorFeedback(gw.RandK()), gw.EF21(gw.FP32()), gw.DIANA(gw.FP32()), gw.DQGD(gw.FP32())], ids=repr
+)
+def test_what_the_backend_adds_up_is_not_stable_to_the_bit_inside_another_method(method: Method) -> None:
+    assert not method.properties.bit_stable
+    assert type(method)().properties == type(method).properties
+    assert type(method).properties.bit_stable
+
+
 def test_pieces_cover_runs_once() -> None:
     runs = [(3, 10), (20, 20 + 2 * PIECE), (5 * PIECE, 5 * PIECE + PIECE + 1)]
     found = list(pieces(runs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -79,6 +79,14 @@ class Inherited:
             return self._default
         inner: Method = getattr(instance, self._field)
         return inner.properties
+
+
+class InheritedBits(Inherited):
+    """Descriptor of a wrapper's own properties, which are bit-stable only if those of the method in a field are."""
+
+    def __get__(self, instance: Method | None, owner: type[Method]) -> Properties:
+        inner = super().__get__(instance, owner)
+        return replace(self._default, bit_stable=self._default.bit_stable and inner.bit_stable)
 
 
 @dataclass(frozen=True, kw_only=True)

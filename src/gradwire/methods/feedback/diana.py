@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.exchange.method import Method, Properties, is_number, operator_of, require
+from gradwire.exchange.method import InheritedBits, Method, Properties, is_number, operator_of, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
@@ -58,12 +58,15 @@ class DQGD(Wrapper):
     compressor: Method = field(default_factory=_block_quantisation, kw_only=False)
 
     name: ClassVar[str] = "dqgd"
-    properties: ClassVar[Properties] = Properties(
-        summary="An unbiased quantisation of each gradient, no memory",
-        paper="Khirirat et al., 2018",
-        bit_stable=True,
-        bits_per_element=2 * (1.6 + 32 / 64),
-        stream="the compressor's",
+    properties: ClassVar[InheritedBits] = InheritedBits(
+        "compressor",
+        Properties(
+            summary="An unbiased quantisation of each gradient, no memory",
+            paper="Khirirat et al., 2018",
+            bit_stable=True,
+            bits_per_element=2 * (1.6 + 32 / 64),
+            stream="the compressor's",
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -146,14 +149,17 @@ class DIANA(ShiftAlgorithm, Wrapper):
     prox: Prox | None = None
 
     name: ClassVar[str] = "diana"
-    properties: ClassVar[Properties] = Properties(
-        summary="Quantised differences to a learned reference: the optimum itself, with heterogeneous workers",
-        paper="Mishchenko et al., DIANA, 2019",
-        bit_stable=True,
-        bits_per_element=2 * (1.6 + 32 / 64),
-        state="a shift per parameter and rank, their mean, a momentum",
-        state_bytes_per_element=16.0,
-        stream="the compressor's",
+    properties: ClassVar[InheritedBits] = InheritedBits(
+        "compressor",
+        Properties(
+            summary="Quantised differences to a learned reference: the optimum itself, with heterogeneous workers",
+            paper="Mishchenko et al., DIANA, 2019",
+            bit_stable=True,
+            bits_per_element=2 * (1.6 + 32 / 64),
+            state="a shift per parameter and rank, their mean, a momentum",
+            state_bytes_per_element=16.0,
+            stream="the compressor's",
+        ),
     )
 
     def __post_init__(self) -> None:

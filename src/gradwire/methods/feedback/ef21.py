@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties, cast_of, require
+from gradwire.exchange.method import InheritedBits, Method, Properties, cast_of, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, Float32, PlanSetting, SectionPlan
 from gradwire.exchange.protocols.memory import WORKERS
@@ -90,14 +90,17 @@ class EF21(ShiftAlgorithm, Wrapper):
 
     name: ClassVar[str] = "ef21"
     delta_formula: ClassVar[str | None] = "the compressor's, of grad - g"
-    properties: ClassVar[Properties] = Properties(
-        summary="Contracted differences to each worker's estimate of its gradient, biased operators included",
-        paper="Richtarik et al., EF21, NeurIPS 2021",
-        bit_stable=True,
-        bits_per_element=2 * (1 + 32 / 64),
-        state="an estimate per parameter and rank, their mean, a momentum",
-        state_bytes_per_element=16.0,
-        stream="the compressor's",
+    properties: ClassVar[InheritedBits] = InheritedBits(
+        "compressor",
+        Properties(
+            summary="Contracted differences to each worker's estimate of its gradient, biased operators included",
+            paper="Richtarik et al., EF21, NeurIPS 2021",
+            bit_stable=True,
+            bits_per_element=2 * (1 + 32 / 64),
+            state="an estimate per parameter and rank, their mean, a momentum",
+            state_bytes_per_element=16.0,
+            stream="the compressor's",
+        ),
     )
 
     def __post_init__(self) -> None:

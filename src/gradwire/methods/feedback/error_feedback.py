@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradwire.exchange.method import Method, Properties, is_number, require
+from gradwire.exchange.method import InheritedBits, Method, Properties, is_number, require
 from gradwire.exchange.protocols import Context, Outcome
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.segments import Segment
@@ -107,14 +107,17 @@ class ErrorFeedback(ResidualAlgorithm, Wrapper):
 
     name: ClassVar[str] = "errorfeedback"
     delta_formula: ClassVar[str | None] = "the compressor's, of g + e"
-    properties: ClassVar[Properties] = Properties(
-        summary="Adds what the compressor left out to the next gradient",
-        paper="Karimireddy et al., ICML 2019",
-        bit_stable=True,
-        bits_per_element=2 * (4 + 32 / 256),
-        state="a residual per parameter and rank",
-        state_bytes_per_element=4.0,
-        stream="the compressor's",
+    properties: ClassVar[InheritedBits] = InheritedBits(
+        "compressor",
+        Properties(
+            summary="Adds what the compressor left out to the next gradient",
+            paper="Karimireddy et al., ICML 2019",
+            bit_stable=True,
+            bits_per_element=2 * (4 + 32 / 256),
+            state="a residual per parameter and rank",
+            state_bytes_per_element=4.0,
+            stream="the compressor's",
+        ),
     )
 
     def __post_init__(self) -> None:
