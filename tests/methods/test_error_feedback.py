@@ -72,6 +72,11 @@ def test_what_is_no_contraction_is_refused(spec: str) -> None:
         gw.ErrorFeedback(compressor=gw.method(spec))
 
 
+def test_float32_is_refused_since_it_leaves_nothing() -> None:
+    with pytest.raises(HyperparameterError, match=r"not FP32\(\): float32 leaves nothing out"):
+        gw.ErrorFeedback(gw.FP32())
+
+
 def test_without_the_refusal_it_would_diverge() -> None:
     """The reason is real: an unbiased operator with more noise than signal, fed back by hand."""
     e, generator = torch.zeros(1, 4096), torch.Generator().manual_seed(2)

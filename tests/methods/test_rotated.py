@@ -162,6 +162,8 @@ def test_what_it_takes_over_is_of_coordinates() -> None:
     assert (ours.traits.unbiased, gw.Rotated(compressor=gw.TernGrad()).traits.unbiased) == (True, False)
     assert gw.Rotated(compressor=gw.TernGrad()).traits.unbiased_note == "for the clipped rotated gradient"
     assert ours.traits.worst_step is None
+    sparse = gw.SIDCo(density=0.5)
+    assert gw.Rotated(compressor=sparse).usual_delta_of(4096) == sparse.usual_delta_of(4096) != sparse.delta_of(4096)
     assert gw.Rotated(compressor=gw.ScaledSign()).properties.stream == "shared, and the compressor's"
     assert gw.Rotated().traits.collectives == gw.QSGDMaxNorm().traits.collectives
 

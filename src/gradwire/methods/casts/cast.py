@@ -135,6 +135,8 @@ class Cast(Method):
         return self.dtype
 
     def refusal_of_feedback(self, unseen: str) -> str | None:
+        if self.cast_dtype == torch.float32:
+            return f"{no_operator(self)}: float32 leaves nothing out"
         return f"{no_operator(self)}: the backend sums in sixteen bits, and {unseen} sees what that loses"
 
     def check_between_two(self, owner: str) -> None:

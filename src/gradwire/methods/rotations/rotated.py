@@ -115,6 +115,9 @@ class Rotated(Wrapper):
     def delta_of(self, numel: int | None = None) -> float | None:
         return self.compressor.delta_of(self._coordinates(numel))
 
+    def usual_delta_of(self, numel: int | None = None) -> float | None:
+        return self.compressor.usual_delta_of(self._coordinates(numel))
+
     def typical_delta_of(self, numel: int | None = None) -> float | None:
         return self.compressor.typical_delta_of(self._coordinates(numel))
 
