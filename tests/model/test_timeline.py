@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from alone import group_of_one
 from gradwire.model import profile
 from gradwire.model.profile import Profile, Recorder, Timeline
-from gradwire.tools.bench.profile import profile_name, profile_script
+from gradwire.tools.bench.profile import profile_module, profile_name, profile_script
 from gradwire.tools.experiments.errors import UsageError, WorkerError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
@@ -146,6 +146,17 @@ def test_scaling_keeps_proportions() -> None:
     twice = found.scaled(2 * found.compute_s)
     assert twice.compute_s == pytest.approx(2 * found.compute_s)
     assert twice.buckets[0].ready_s == pytest.approx(2 * found.buckets[0].ready_s)
+
+
+def test_parameters_that_ddp_ignores_are_no_part_of_a_profile() -> None:
+    def make() -> nn.Module:
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch.float64)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight", "0.bias"])
+        return module
+
+    found = profile_module("x", make, lambda module, step: module(torch.ones(2, 8, dtype=torch.float64)).sum())
+    assert list(found.parameters) == ["1.weight", "1.bias"]
+    assert {tensor.dtype for tensor in found.tensors().values()} == {torch.float64}
 
 
 def test_a_model_and_a_task_are_profiled_by_name() -> None:

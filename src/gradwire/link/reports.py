@@ -96,7 +96,8 @@ class LinkReports:
             method applies it before compression. ``gauges``: see :meth:`gauges`. ``skipped_rounds``: rounds with a
             non-finite value anywhere, if the method checks for it, or with one beyond 2^40, if it adds up rounds; they
             do not change the state. ``rounds``: rounds so far. ``encode_s``, ``wire_s``, ``decode_s``: seconds that
-            this rank's lanes have spent so far. ``wait``: a dict about the number of rounds that a part of a gradient
+            this rank's lanes have spent so far; ``wire_s`` adds up casts that are exchanged side by side, so that it
+            may exceed the lanes' time. ``wait``: a dict about the number of rounds that a part of a gradient
             waits on average in the residual before it is sent. Its ``expected_rounds`` is the number that the method
             declares, (1 - delta) / delta if each round sends a share delta of the residual; None if there is no
             residual or the number is not known. ``measured_rounds`` is |residual|^2 / |sent|^2 of this rank in the last

@@ -324,7 +324,8 @@ def _place(op: Op, rank: int, world_size: int) -> tuple[int, Sequence[int]]:
 
 def _sent_row(op: Op, to: int) -> torch.Tensor:
     """Return a copy of the row that a rank sends to the one at a place."""
-    assert isinstance(op, AllToAll | SendRecv), "all ranks yield the same kinds of operations"
+    if not isinstance(op, AllToAll | SendRecv):
+        raise TypeError(f"ranks yield different operations: {type(op).__name__} where another receives a row")
     row, at = (op.send[to], to) if isinstance(op, AllToAll) else (op.send, 0)
     return row[: len(row) if op.lengths is None else int(op.lengths[at])].clone()
 

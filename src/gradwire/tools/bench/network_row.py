@@ -110,9 +110,9 @@ def network_fields(network: Network | None, moved: Sequence[Moved], steps: int, 
     """Return a row's fields about its network.
 
     They are ``emulator`` and TCP's settings. An impaired network adds ``segments_again_per_step``: segments that TCP
-    sent again, for each step and host. A relay adds the frames that it read, lost, silenced and let overflow, the 99th
-    percentile of their lateness, and ``relay_limits``: how the relay limited them, "" if it did not. Without a network
-    there are no fields.
+    sent again, for each step and host. A relay adds the frames that it read, lost, silenced and let overflow,
+    ``percentile_99_late_s`` of all frames since it started, those of earlier rows among them, and ``relay_limits``: how
+    the relay limited them, "" if it did not. Without a network there are no fields.
     """
     if network is None:
         return {}

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import gradwire as gw
-from gradwire.methods.spec import method as read_method
 from gradwire.model.calibrate import Observation, calibrate
 from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.machine import CUBIC, DEFAULT, LinkModel, Machine
@@ -143,7 +142,7 @@ def _exchanges_buckets(variant: str) -> bool:
         return True
     if is_sharded(variant):
         return False
-    traits = read_method(_spec(variant)).traits
+    traits = gw.method(_spec(variant)).traits
     return not (traits.tries or traits.local_steps or traits.at_own_pace)
 
 

@@ -62,6 +62,12 @@ def usual_options(name: str) -> Options:
     return Options(min_numel=next((task.min_numel for task in ALL if task.name == name), None))
 
 
+def options_of_steps(plan: RunConfig) -> Options:
+    """Return the options of a training run that change what its steps exchange; warm-up has ended in most of them."""
+    given = plan.link_options()
+    return Options(**{name: given[name] for name in ("collective", "exclude", "min_numel")})
+
+
 def profile_plan(plan: RunConfig) -> Profile:
     """Profile the task of a training run, with a worker's share of its batch.
 

@@ -19,11 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from gradwire.errors import GradwireError
-from gradwire.exchange.planning import Options
 from gradwire.model.forecast import Scenario, forecast
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.tools.bench.predict import default_path
-from gradwire.tools.bench.profile import profile_plan, profiled_by_name
+from gradwire.tools.bench.profile import options_of_steps, profile_plan, profiled_by_name
 from gradwire.tools.cli.show import print_json, print_runs, print_verdicts
 from gradwire.tools.experiments import run
 from gradwire.tools.experiments.config import RunConfig
@@ -32,9 +31,6 @@ from gradwire.tools.report.verdict import percent, seconds_text, verdicts
 
 PLAIN_LINE_EVERY_S = 10.0
 """Seconds between two lines if standard error is not a terminal."""
-
-PREDICTED_OPTIONS = ("collective", "exclude", "min_numel")
-"""Options of a run that change what its steps exchange; warm-up has ended in most of them."""
 
 PREDICTED_BITS_PER_S, PREDICTED_DELAY_S = 100_000_000, 1e-4
 """Bandwidth and delay of the network for which ``compare`` predicts steps: a workstation's wide-area connection."""
@@ -244,8 +240,8 @@ def expected(config: RunConfig, methods: Sequence[str]) -> list[str]:
     )
     calibrated = _calibrated()
     try:
-        given = {name: value for name, value in config.link_options().items() if name in PREDICTED_OPTIONS}
-        forecasts, _ = forecast(profile_plan(config), methods, setting, calibrated or DEFAULT, Options(**given))
+        options = options_of_steps(config)
+        forecasts, _ = forecast(profile_plan(config), methods, setting, calibrated or DEFAULT, options)
     except (GradwireError, NotImplementedError):
         # For example, the training of a graph network also exchanges halos.
         return []

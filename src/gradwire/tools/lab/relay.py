@@ -42,8 +42,8 @@ class RelayReport:
         stray_frames: Frames for no host, such as broadcasts.
         late_frames: Frames that left later than they were due by more than ``late_limit_s``.
         late_limit_s: 1 ms, or 5 % of the least delay of a host if that is longer.
-        median_late_s: Median of the time from when a frame was due until it left, rounded up to a power of two
-            microseconds.
+        median_late_s: Median of the time from when a frame was due until it left, of all frames since the relay
+            started, rounded up to a power of two microseconds.
         percentile_99_late_s: The 99th percentile of it, rounded likewise.
         most_late_s: The longest such time.
         idle_s: Time in which the relay waited for something to do.
