@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire.errors import IncompatibleError, PayloadError
+from gradwire.errors import PayloadError
 from gradwire.exchange.method import check_seed, is_whole, require
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, alltoallv
@@ -52,18 +52,9 @@ def extended(exchange: HaloExchange | None, layer: int, rows: Sequence[torch.Ten
         layer: Number of the layer, the same on all workers.
         rows: Own rows ``[own, width]`` of each worker: of one in a process of a group, of all in a simulation. Rows of
             another type than float32, as under autocast, are exchanged in float32 and returned in their own.
-
-    Raises:
-        IncompatibleError: there is an exchange, and the rows are not in main memory.
     """
     if exchange is None:
         return list(rows)
-    for own in rows:
-        if own.device.type != "cpu":
-            raise IncompatibleError(
-                f"the rows of layer {layer} are on {own.device}, and halos are exchanged in main memory: move the "
-                "model and the features to the CPU"
-            )
     return list(_Extended.apply(exchange, layer, *rows))  # type: ignore[no-untyped-call]
 
 

@@ -259,8 +259,17 @@ class HaloLink:
             self._evaluates, self._side.lane.meter = False, self._worker.meter
 
     def forward(self, layer: int, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See :class:`gradwire.graphs.HaloExchange`."""
+        """See :class:`gradwire.graphs.HaloExchange`.
+
+        Raises:
+            IncompatibleError: the rows are not in main memory.
+        """
         (own,), worker = rows, self._now()
+        if own.device.type != "cpu":
+            raise IncompatibleError(
+                f"the rows of layer {layer} are on {own.device}, and halos are exchanged in main memory: move the "
+                "model and the features to the CPU"
+            )
         worker.count_forward(own.shape[1])
         return [self._call(worker.plan.forward(worker.context(layer, FORWARD), own), layer, FORWARD)]
 
