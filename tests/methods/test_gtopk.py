@@ -192,3 +192,19 @@ def test_what_waits_of_joined_parameters_is_kept_by_parameter(method: gw.Method)
     torch.testing.assert_close(came + torch.cat([a, b, c]) + torch.cat(left), due, atol=1e-5, rtol=0)
     assert float(left[1].abs().max()) == 0
     assert float(left[2].abs().max()) > 0
+
+
+def test_what_an_earlier_version_kept_of_joined_parameters_is_lost_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    link = gw.SimulatedLink([("w", torch.empty(2500))], gw.GTopK(), 2)
+    link.reduce_(torch.randn(2, 2500, generator=torch.Generator().manual_seed(0)))
+    state = link.state_dict()
+    kept = {name: dict(part) for name, part in state.items()}
+    kept["rank 1"]["residual/(model)"] = kept["rank 1"].pop("residual/w")
+    link.load_state_dict(kept)
+    assert "which kept 'residual' of all parameters as one vector: that is lost" in caplog.text
+    assert not any("(model)" in key for part in link.state_dict().values() for key in part)
+    caplog.clear()
+    link.load_state_dict(state)
+    assert "residual" not in caplog.text

@@ -26,7 +26,7 @@ MOST_ROUNDS = 1 << 48
 MOST_LINKS, MOST_RANKS = 1 << 16, 1 << 31
 
 JOINED_PARAMETER = "(model)"
-"""Name of all compressed parameters joined to one vector, for state of that vector."""
+"""Name under which earlier versions saved the state of all compressed parameters joined to one vector."""
 
 RANK_STATE = "rank"
 """Key, in what a rank keeps of its own, of the rank's number; see :func:`with_rank`."""
@@ -227,14 +227,16 @@ def remembered(
     # A method that does not declare the kinds of its state loads all.
     known = method.traits.remembers if method.traits.remembers or method.properties.state == "none" else None
     found: dict[str, dict[str, torch.Tensor]] = {}
-    dropped = set()
+    dropped, joined = set[str](), set[str]()
     for scope, part in state.items():
         found[scope] = {}
         for key, value in part.items():
             kind, name = kind_of(key), key.partition("/")[2]
             if key in OWN_VALUES:
                 continue
-            if method.traits.sharded and _is_of_other_shards(name, kept):
+            if name == JOINED_PARAMETER:
+                joined.add(kind)
+            elif method.traits.sharded and _is_of_other_shards(name, kept):
                 dropped.add(f"{kind} of other shards")
             elif known is None or kind in known:
                 found[scope][key] = value
@@ -244,6 +246,12 @@ def remembered(
         warn(
             "dropped",
             f"the state is another method's: {_listed(dropped)} dropped, which mean nothing to {method!r}",
+        )
+    if joined:
+        warn(
+            "joined",
+            f"the state is an earlier version's, which kept {_listed(joined)} of all parameters as one vector: that is "
+            "lost, and begins anew by parameter",
         )
     return found
 
