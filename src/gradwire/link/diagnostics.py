@@ -322,6 +322,8 @@ def _with(method: Method, name: str, change: Callable[[Any], Any]) -> Method | N
     """Return a method with one of its fields, or of a method inside it, changed; None if no change sends more."""
     for field in dataclasses.fields(method):
         value = getattr(method, field.name)
+        if not field.init:
+            continue  # it follows from the others
         if field.name == name:
             more = change(value)
         elif isinstance(value, Method):

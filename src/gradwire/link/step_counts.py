@@ -34,7 +34,8 @@ class StepCount:
         warnings: Its warnings.
     """
 
-    _open: ClassVar[weakref.WeakSet[StepCount]] = weakref.WeakSet()
+    _open: ClassVar[dict[int, StepCount]] = {}
+    _listens: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -56,10 +57,29 @@ class StepCount:
         else:
             if optimizer is not None and _tells_of_steps(optimizer):
                 self._counted = weakref.ref(optimizer)
-            self._remove = register_optimizer_step_post_hook(uncompiled(self._after_step)).remove
-        self._open.add(self)
+            self._remove = _do_nothing
+            self._listen()
+        # In the order in which links were made, which is the same on all ranks.
+        self._open[id(self)] = self
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    @classmethod
+    def _listen(cls) -> None:
+        """Hear of the steps of all optimizers, from now on and for ever.
+
+        PyTorch goes through its hooks while it calls them: with one for each count, a link that is made, closed or
+        collected while an optimizer of another thread steps would end that step.
+        """
+        if not cls._listens:
+            cls._listens = True
+            register_optimizer_step_post_hook(uncompiled(cls._tell))
+
+    @classmethod
+    def _tell(cls, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for count in list(cls._open.values()):
+            if not count._is_scaler:
+                count._after_step(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._counted() is not optimizer:
             held = self._names_of(optimizer)
             if not held or not self._takes_over(optimizer, held):
@@ -93,7 +113,7 @@ class StepCount:
 
     def end(self) -> None:
         """End the count; if the link was collected, warn at the next step."""
-        self._open.discard(self)
+        self._open.pop(id(self), None)
         self._remove()
         counted = self._counted()
         # A collection clears the references to a link before its finalizer is called; close() finds it alive.
@@ -106,7 +126,7 @@ class StepCount:
 
     def _is_counted_by_others(self) -> bool:
         counted = self._counted()
-        return any(other._may_count(counted) for other in tuple(self._open))
+        return any(other._may_count(counted) for other in list(self._open.values()))
 
     def _may_count(self, counted: Any) -> bool:
         if self._counted is not _nobody:
@@ -130,3 +150,7 @@ def _tells_of_steps(optimizer: Any) -> bool:
 
 def _nobody() -> None:
     """Return no optimizer."""
+
+
+def _do_nothing() -> None:
+    """Remove nothing: the hook of all counts stays."""
