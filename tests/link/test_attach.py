@@ -48,7 +48,8 @@ class FakeLink:
         self.rank, self.world_size, self.method = 1, 4, gw.method(method)
         self._runtime = SimpleNamespace(warnings=WarnOnce())
         self.buckets: list[tuple[int, list[str], int, bool]] = []
-        FakeLink.built = [name for name, _ in parameters], method, options
+        self._parameters = dict(parameters)
+        FakeLink.built = list(self._parameters), method, options
 
     def exchange(self, index: int, names: list[str], flat: torch.Tensor, last: bool) -> Any:
         self.buckets.append((index, names, flat.numel(), last))

@@ -163,7 +163,8 @@ def test_what_it_takes_over_is_of_coordinates() -> None:
     assert gw.Rotated(compressor=gw.TernGrad()).traits.unbiased_note == "for the clipped rotated gradient"
     assert ours.traits.worst_step is None
     sparse = gw.SIDCo(density=0.5)
-    assert gw.Rotated(compressor=sparse).usual_delta_of(4096) == sparse.usual_delta_of(4096) != sparse.delta_of(4096)
+    n = 1 << 20
+    assert gw.Rotated(compressor=sparse).usual_delta_of(n) == sparse.usual_delta_of(n) != sparse.delta_of(n)
     assert gw.Rotated(compressor=gw.ScaledSign()).properties.stream == "shared, and the compressor's"
     assert gw.Rotated().traits.collectives == gw.QSGDMaxNorm().traits.collectives
 
