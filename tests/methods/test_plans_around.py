@@ -18,6 +18,7 @@ from gradwire.methods.registry import METHODS
 from plans import make_plan
 
 OWN, AT_MOST, SAME, CALLED = "its own", "True only if the inner plan's is", "the inner plan's", "calls the inner plan's"
+KEPT = "the inner plan's, if the plan keeps the dtype"
 RULES: dict[str, str] = {
     # A plan around another may exchange a bucket in other parts.
     "chunks": OWN,
@@ -29,6 +30,7 @@ RULES: dict[str, str] = {
     # Work before or after the exchange may need the whole bucket, in float32.
     "asynchronous": AT_MOST,
     "keeps_dtype": AT_MOST,
+    "dtype": KEPT,
     "finishes": SAME,
     "finish": CALLED,
     "target_": CALLED,
@@ -98,6 +100,8 @@ def is_lost(name: str, outer: BucketPlan, inner: BucketPlan) -> bool:
     ours, theirs = getattr(outer, name), getattr(inner, name)
     if RULES[name] == SAME:
         return bool(ours != theirs)
+    if RULES[name] == KEPT:
+        return outer.keeps_dtype and bool(ours != theirs)
     if RULES[name] == AT_MOST:
         return bool(ours and not theirs)
     if RULES[name] == OWN or getattr(type(inner), name) is getattr(BucketPlan, name):
