@@ -66,14 +66,14 @@ def alter_when(armed: threading.Event) -> None:
     """Stand on the way of what this process sends: alter the next payload, with a checksum that fits."""
     usual = GlooTransport._send
 
-    def send(self: GlooTransport, row: torch.Tensor, to: int, tag: int) -> Any:
+    def send(self: GlooTransport, row: torch.Tensor, to: int, slot: Any) -> Any:
         payload = row.dtype == torch.uint8 and row.numel() > HEADER_BYTES and row[:2].tolist() == list(b"GW")
         if payload and armed.is_set():
             armed.clear()
             row = row.clone()
             row[-1 - row.numel() // 4] ^= 0x55
             pretend_senders(row[None], first=self.rank)
-        return usual(self, row, to, tag)
+        return usual(self, row, to, slot)
 
     GlooTransport._send = send  # type: ignore[method-assign]
 

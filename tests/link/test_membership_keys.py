@@ -36,14 +36,14 @@ def forge_rounds(link: gw.Link) -> None:
 
     usual, done = GlooTransport._send, set[int]()
 
-    def send(self: GlooTransport, row: torch.Tensor, to: int, tag: int) -> Any:
+    def send(self: GlooTransport, row: torch.Tensor, to: int, slot: Any) -> Any:
         payload = row.dtype == torch.uint8 and row.numel() > HEADER_BYTES and row[:2].tolist() == list(b"GW")
         if payload and link.round in FORGED and link.round not in done:
             done.add(link.round)
             row = row.clone()
             row[-1 - row.numel() // 4] ^= 0x55
             pretend_senders(row[None], first=self.rank)
-        return usual(self, row, to, tag)
+        return usual(self, row, to, slot)
 
     GlooTransport._send = send  # type: ignore[method-assign]
 

@@ -217,9 +217,9 @@ class GlooTransport(Transport):
         with turn() if in_turn else nullcontext():
             for to in others:
                 row = leaving[to] if op.lengths is None else leaving[to][: int(op.lengths[to])]
-                work = slot.send(row, to)
+                work = self._send(row, to, slot)
                 if told is not None:
-                    sent.append(told.send(self._notes.seal(notes[to], row, to, slot.tag), to))
+                    sent.append(self._send(self._notes.seal(notes[to], row, to, slot.tag), to, told))
                 if in_turn:
                     self._wait_for(work)
                 else:
@@ -276,10 +276,10 @@ class GlooTransport(Transport):
             _pass_by(turn)
         sent = []
         if op.to is not None:
-            sent.append(slot.send(row, op.to))
+            sent.append(self._send(row, op.to, slot))
             if told is not None:
                 note = self._notes.begin(op.lengths, 1)[0]
-                sent.append(told.send(self._notes.seal(note, row, op.to, slot.tag), op.to))
+                sent.append(self._send(self._notes.seal(note, row, op.to, slot.tag), op.to, told))
         arrived = torch.zeros(self.world_size, dtype=torch.int64, device="cpu") if varies else None
         self._come(slot, reply, told, came, sources, arrived)
         if op.source is not None and op.arrived is not None and arrived is not None:
@@ -297,6 +297,10 @@ class GlooTransport(Transport):
         if self._receives is None:
             raise RuntimeError("these connections were closed")
         return self._receives.slot(place, size, kind)
+
+    def _send(self, row: torch.Tensor, to: int, slot: Slot) -> Any:
+        """Send a message to a rank's slot; trials stand here, on the way of all that is sent."""
+        return slot.send(row, to)
 
     def _wait_for(self, pending: Any) -> None:
         """Wait for an operation of Gloo."""
