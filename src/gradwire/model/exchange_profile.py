@@ -95,7 +95,7 @@ def exchange_of(
 def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, repeats: int) -> tuple[BucketJobs, ...]:
     """Plan and profile buckets of a planner's parameters on this machine.
 
-    If a link would join them, all jobs are those of the last one.
+    If they hold all parameters and a link would join them, all jobs are those of the last one.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -106,9 +106,9 @@ def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, r
         prepare, chunks = profile_locally(plan, flat.to(plan.dtype), world_size, repeats, link=link, period=period)
         return BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous)
 
-    if planner.joins_buckets:
+    order = planner.step_order()
+    if planner.joins_buckets and {name for bucket in buckets for name in bucket.names} == set(order):
         nothing = BucketJobs((), (), asynchronous=False)
-        order = planner.step_order()
         return (nothing,) * (len(buckets) - 1) + (jobs(order, sum(bucket.numel for bucket in buckets)),)
     return tuple(jobs(bucket.names, bucket.numel) for bucket in buckets)
 
