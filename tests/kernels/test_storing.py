@@ -140,6 +140,13 @@ def test_code_that_cannot_be_read_is_compiled(place: Path, monkeypatch: pytest.M
     assert not storing.refused()
 
 
+def check_it_is_compiled_and_stored_anew(place: Path) -> None:
+    for is_stored in (False, True):
+        function = loaded(place, 1).number
+        assert function() == 1
+        assert bool(function.stats.cache_hits) == is_stored
+
+
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
 @pytest.mark.parametrize("left", [0, 40])
 def test_damaged_files_are_replaced(suffix: str, left: int, place: Path) -> None:
@@ -147,12 +154,7 @@ def test_damaged_files_are_replaced(suffix: str, left: int, place: Path) -> None
     assert loaded(place, 1).number() == 1
     [damaged] = (place.parent / "cache").rglob(f"*{suffix}")
     damaged.write_bytes(damaged.read_bytes()[:left])
-    again = loaded(place, 1)
-    assert again.number() == 1
-    assert not again.number.stats.cache_hits
-    once_more = loaded(place, 1)
-    assert once_more.number() == 1
-    assert once_more.number.stats.cache_hits
+    check_it_is_compiled_and_stored_anew(place)
     assert not storing.refused()
 
 
@@ -165,12 +167,7 @@ def test_code_with_pages_of_zeros_is_not_run(place_of_zeros: float, place: Path)
     begin = int(place_of_zeros * len(octets))
     octets[begin : begin + 256] = bytes(len(octets[begin : begin + 256]))
     damaged.write_bytes(octets)
-    again = loaded(place, 1)
-    assert again.number() == 1
-    assert not again.number.stats.cache_hits
-    once_more = loaded(place, 1)
-    assert once_more.number() == 1
-    assert once_more.number.stats.cache_hits
+    check_it_is_compiled_and_stored_anew(place)
 
 
 def test_code_of_another_processor_under_the_same_name_is_not_run(place: Path) -> None:

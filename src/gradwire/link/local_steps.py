@@ -167,7 +167,11 @@ class LocalSteps:
         replaced: bool = False,
         wanted: Callable[[Exchanger], bool] | None = None,
     ) -> int:
-        """Exchange some pieces, if ``wanted`` on all ranks, apply the outcome, and return their number of elements."""
+        """Exchange some pieces, apply the outcome, and return their number of elements.
+
+        Args:
+            wanted: Returns False, alike on all ranks, if nothing is to be exchanged; it may be a collective call.
+        """
         link = self._link()
         if link is None or not names:
             self._runtime.refuse()

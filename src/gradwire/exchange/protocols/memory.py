@@ -50,8 +50,8 @@ class Memory:
 
     A vector follows its parameter if the layout of buckets changes. It is stored in a *bank*, with the layout of a
     bucket's flat vector, so that arithmetic with the gradient needs no copies. Of parameters that are joined, each has
-    its own vector. New values of a round are *staged*, that
-    is, take effect with :meth:`commit`; :meth:`discard` drops them, for example after a non-finite gradient.
+    its own vector. New values of a round are *staged*, that is, take effect with :meth:`commit`; :meth:`discard` drops
+    them, for example after a non-finite gradient.
 
     Attributes:
         undoes: True if :meth:`undo` can return to the state at the last :meth:`begin`. It costs nothing, unless a
