@@ -238,7 +238,7 @@ const GradwireModel = (() => {
         const ring = stage.kind === "ring";
         const alone = ring || stage.kind === "pairs" || stage.kind === "broadcast";
         const byteS = ring ? machine.sum_byte_s : machine.byte_s;
-        const efficiency = alone ? machine.ring_efficiency : machine.crowd_efficiency;
+        const efficiency = machine.efficiency;
         const sent = leaving(link, stage.sentBytes, ring, workers);
         const rate = connection * (alone ? 1 : Math.max(1, workers - link.ranksPerHost));
         const travelS = stage.delays * link.latencyS;

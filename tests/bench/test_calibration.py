@@ -187,20 +187,20 @@ def test_few_steps_draw_costs_towards_the_defaults() -> None:
         assert all(abs(log_error(o, fitted)) <= abs(log_error(o, DEFAULT)) for o in measured[:count])
     # Loopback tells nothing of links.
     fitted = calibrate(measured[:2], "few", few=True, fit_links=False)
-    assert fitted.ring_efficiency == DEFAULT.ring_efficiency
+    assert fitted.efficiency == DEFAULT.efficiency
 
 
 def test_steps_that_are_all_fitted_promise_nothing_of_others() -> None:
     measured = observations(TRUTH)
     for count in (1, 4, len(BOUNDS)):
         assert calibrate(measured[:count], "few", few=True).residual == DEFAULT.residual
-    # Nine numbers are fitted, or seven without those of links.
+    # Eight numbers are fitted, or seven without that of links.
     sure = replace(DEFAULT, residual=0.0)
-    for fit_links, count in ((True, len(BOUNDS)), (True, 12), (False, len(BOUNDS) - 2), (False, 12)):
+    for fit_links, count in ((True, len(BOUNDS)), (True, 12), (False, len(BOUNDS) - 1), (False, 12)):
         few = [replace(one, step_s=one.step_s * (3.0 if i % 2 else 1.0)) for i, one in enumerate(measured[:count])]
         fitted = calibrate(few, "few", sure, fit_links=fit_links, few=True)
         squares = sum(log_error(one, fitted) ** 2 for one in few)
-        spare = count - len(BOUNDS) + (0 if fit_links else 2)
+        spare = count - len(BOUNDS) + (0 if fit_links else 1)
         assert fitted.residual == pytest.approx(math.sqrt(squares / (spare or count)))
         assert fitted.residual > 0.01
 

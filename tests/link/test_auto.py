@@ -227,7 +227,7 @@ def test_what_is_left_out_could_not_have_been_faster(hosts: int, here: int, ring
     exchange = ExchangeProfile("x", n, (BucketJobs((), ((stage,),), False),))
     link = LinkModel(bandwidth_bytes_per_s=1e6, ranks_per_host=here)
     free = dict.fromkeys(("round_s", "call_s", "message_s", "byte_s", "sum_byte_s", "bucket_s"), 0.0)
-    machine = Machine(ring_efficiency=1.0, crowd_efficiency=1.0, **free)  # type: ignore[arg-type]
+    machine = Machine(efficiency=1.0, **free)  # type: ignore[arg-type]
     step_s = step_time(timeline, exchange, machine=machine, link=link, load=Load()).step_s
     world = World({"fp32": 1.0, "terngrad": 1.0}, 1e6, {"fp32": sent, "terngrad": sent}, hosts, here)
     _, bound_s = world.chooser._over_the_link("fp32" if ring else "terngrad", world.probe(sent))

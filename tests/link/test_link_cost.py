@@ -99,7 +99,7 @@ def test_a_cost_is_what_two_times_tell() -> None:
 
     found = probed(0.1).cost
     # Half of what its own round and bytes leave is the delay of the request, which training does not wait for.
-    message_s, bytes_s = 0.001 - (0.001 - DEFAULT.round_s) / 2, 256 / 1e7 / DEFAULT.crowd_efficiency
+    message_s, bytes_s = 0.001 - (0.001 - DEFAULT.round_s) / 2, 256 / 1e7 / DEFAULT.efficiency
     assert message_s < found.message_s < message_s + bytes_s
     assert found.bytes_per_s == pytest.approx(1e7)
     assert found.fixed_bytes == pytest.approx(found.message_s * 1e7)

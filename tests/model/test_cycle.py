@@ -31,9 +31,7 @@ SPECS = (
     "ChocoSGD(graph='ring')",
 )
 COSTS = ("call_s", "message_s", "byte_s", "sum_byte_s", "round_s", "bucket_s")
-FREE = dataclasses.replace(
-    DEFAULT, **dict.fromkeys(COSTS, 0.0), ring_efficiency=1.0, crowd_efficiency=1.0, contention=1.0
-)
+FREE = dataclasses.replace(DEFAULT, **dict.fromkeys(COSTS, 0.0), efficiency=1.0, contention=1.0)
 """A machine on which nothing but the link takes time."""
 
 

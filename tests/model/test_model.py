@@ -220,8 +220,7 @@ def observations(machine: Machine) -> list[Observation]:
 
 def test_calibration_finds_a_machine_that_explains_the_steps() -> None:
     truth = Machine(
-        ring_efficiency=0.85,
-        crowd_efficiency=0.6,
+        efficiency=0.7,
         round_s=3e-4,
         call_s=8e-4,
         message_s=2e-4,
@@ -247,11 +246,11 @@ def test_what_the_model_does_not_know_is_not_laid_to_a_number_that_steps_hardly_
         stage = one.exchange.buckets[0].chunks[0][0]
         return one.link.bandwidth_bytes_per_s is not None and (stage.kind != "ring" and stage.sent_bytes < 1e4)
 
-    # Small messages of a crowd take a tenth longer over the network, which is not the link's efficiency.
+    # Small messages to all take a tenth longer over the network, which is not the link's efficiency.
     measured = [o for o in observations(DEFAULT) if o.link.bandwidth_bytes_per_s is None or few_bytes(o)]
     measured = [dataclasses.replace(o, step_s=1.1 * o.step_s) if few_bytes(o) else o for o in measured]
     fitted = calibrate(measured, "made up")
-    assert fitted.crowd_efficiency == pytest.approx(DEFAULT.crowd_efficiency, rel=0.05)
+    assert fitted.efficiency == pytest.approx(DEFAULT.efficiency, rel=0.05)
 
 
 def test_too_few_steps_are_refused() -> None:
@@ -288,12 +287,11 @@ def test_a_calibration_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("name", ["ring_efficiency", "crowd_efficiency"])
-def test_an_efficiency_of_nothing_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(gw.HyperparameterError, match=f"{name} is above 0, not 0"):
-        dataclasses.replace(DEFAULT, **{name: 0})
-    (tmp_path / "c.json").write_text(json.dumps({**DEFAULT.to_json(), name: 0.0}))
-    with pytest.raises(gw.HyperparameterError, match=rf"c\.json holds no calibration .*{name} is above 0, not 0"):
+def test_an_efficiency_of_nothing_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(gw.HyperparameterError, match="efficiency is above 0, not 0"):
+        dataclasses.replace(DEFAULT, efficiency=0)
+    (tmp_path / "c.json").write_text(json.dumps({**DEFAULT.to_json(), "efficiency": 0.0}))
+    with pytest.raises(gw.HyperparameterError, match=r"c\.json holds no calibration .*efficiency is above 0, not 0"):
         Machine.read(tmp_path / "c.json")
     # Other costs may be 0: the work is then free.
     (tmp_path / "c.json").write_text(json.dumps({**DEFAULT.to_json(), "call_s": 0.0}))
@@ -403,7 +401,7 @@ def test_what_lies_far_outside_of_the_calibration_is_said() -> None:
     assert found[0].extrapolated == "no limited link was calibrated"
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', "[]", '{"ring_efficiency": "much"}', "3"])
+@pytest.mark.parametrize("text", ['{"a": 1}', "[]", '{"efficiency": "much"}', "3"])
 def test_a_file_that_holds_no_calibration_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(gw.HyperparameterError, match=r"c\.json holds no calibration"):

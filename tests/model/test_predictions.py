@@ -244,13 +244,13 @@ def test_the_residual_is_the_deviation_of_what_was_measured_from_the_fit() -> No
     assert (fitted.most_workers, fitted.slowest_bytes_per_s, fitted.fastest_bytes_per_s) == (4, 1e6, 1e7)
 
 
-def test_loopback_leaves_the_links_efficiencies_as_they_are() -> None:
+def test_loopback_leaves_the_links_efficiency_as_it_is() -> None:
     measured = observed([0.1 * (i % 3) for i in range(len(BOUNDS) + 3)])
-    start = dataclasses.replace(DEFAULT, ring_efficiency=0.77, crowd_efficiency=0.55)
+    start = dataclasses.replace(DEFAULT, efficiency=0.77)
     fitted = calibrate(measured, "x", start, fit_links=False)
-    assert (fitted.ring_efficiency, fitted.crowd_efficiency) == (0.77, 0.55)
+    assert fitted.efficiency == 0.77
     assert fitted.call_s != start.call_s
-    with pytest.raises(HyperparameterError, match=r"9 measured steps cannot fix 9 numbers"):
+    with pytest.raises(HyperparameterError, match=r"8 measured steps cannot fix 8 numbers"):
         calibrate(measured[: len(BOUNDS)], "few")
 
 

@@ -48,14 +48,13 @@ def probed(n: int, here: int, machine: Machine, link: LinkModel, load: Load) -> 
     bandwidth=st.floats(1e5, 1e9),
     latency_s=st.floats(0, 0.01),
     round_s=st.floats(1e-6, 1e-3),
-    ring=st.floats(0.5, 1.0),
-    crowd=st.floats(0.4, 1.0),
+    efficiency=st.floats(0.4, 1.0),
     cores=st.integers(1, 16),
 )
 def test_the_models_own_link_is_found_again(
-    hosts: int, here: int, bandwidth: float, latency_s: float, round_s: float, ring: float, crowd: float, cores: int
+    hosts: int, here: int, bandwidth: float, latency_s: float, round_s: float, efficiency: float, cores: int
 ) -> None:
-    machine = dataclasses.replace(COSTS, round_s=round_s, ring_efficiency=ring, crowd_efficiency=crowd)
+    machine = dataclasses.replace(COSTS, round_s=round_s, efficiency=efficiency)
     link = LinkModel(bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, ranks_per_host=here)
     load = Load(ranks=here, cores=cores)
     measured = probed(hosts * here, here, machine, link, load)

@@ -16,8 +16,7 @@ from gradwire.model.profile import ReadyBucket, Timeline
 from gradwire.model.schedule import Load, _Item, _shares, step_time
 
 FREE = Machine(
-    ring_efficiency=1.0,
-    crowd_efficiency=1.0,
+    efficiency=1.0,
     round_s=0.0,
     call_s=0.0,
     message_s=0.0,
@@ -77,7 +76,7 @@ def test_two_buckets_share_the_link_and_lose_nothing() -> None:
 
 
 def test_efficiency_latency_and_calls_add_up() -> None:
-    machine = dataclasses.replace(FREE, ring_efficiency=0.5, round_s=0.1, call_s=0.01, message_s=0.001)
+    machine = dataclasses.replace(FREE, efficiency=0.5, round_s=0.1, call_s=0.01, message_s=0.001)
     link = LinkModel(bandwidth_bytes_per_s=100.0, latency_s=0.05)
     # Two rounds of 0.1 s, then 50 bytes at 50 a second, while half of which messages travel; the CPU of the call goes
     # on beside them.
@@ -178,6 +177,22 @@ def test_bbr_spreads_a_message_over_half_a_round_trip() -> None:
     # Bytes that take longer are not slowed down; a ring never rests.
     assert taken("all_to_all", 3 * 10**9) == pytest.approx(0.1 + 3.0)
     assert taken("ring", 3 * 14480) < 0.11
+
+
+def test_bbr_sends_smaller_messages_at_the_rate_of_the_largest_of_the_same_lane() -> None:
+    link = LinkModel(latency_s=0.05, congestion="bbr")
+    assert link.pacing_s(14480, 144800) == pytest.approx(0.46 * 0.1 * 0.09)
+    assert link.pacing_s(144800, 144800) == link.pacing_s(144800) == pytest.approx(0.46 * 0.1 * 0.99)
+    small, large = (Stage(0.0, "all_to_all", 3 * count, 1, 3, delays=1) for count in (14480, 144800))
+
+    def taken(*chunks: tuple[Stage, ...]) -> float:
+        exchange = ExchangeProfile("x", 4, (BucketJobs((), chunks, asynchronous=False),))
+        return step_time(timeline(2.0), exchange, machine=FREE, link=link, load=ALONE).step_s - 3.5
+
+    assert taken((small, small)) == pytest.approx(2 * (0.05 + 0.0414))
+    assert taken((small, large)) == pytest.approx(2 * 0.05 + 0.00414 + 0.04554)
+    # Another lane has connections of its own, which have sent nothing large.
+    assert taken((large,), (small, small)) == pytest.approx(2 * (0.05 + 0.0414))
 
 
 def test_cubic_is_faster_than_reno_over_long_ways_with_rare_losses() -> None:

@@ -16,8 +16,7 @@ from gradwire.model.profile import Timeline
 from gradwire.model.schedule import Load, step_time
 
 BOUNDS = {
-    "ring_efficiency": (0.5, 1.0),
-    "crowd_efficiency": (0.4, 1.0),
+    "efficiency": (0.5, 1.0),
     "round_s": (1e-6, 2e-2),
     "call_s": (1e-6, 2e-2),
     "message_s": (1e-7, 5e-3),
@@ -52,13 +51,13 @@ def log_error(observation: Observation, machine: Machine) -> float:
 SCALE = 0.1
 """Scale of the soft-L1 loss: errors beyond it count linearly instead of by their square."""
 
-LINKS = ("ring_efficiency", "crowd_efficiency")
+LINKS = ("efficiency",)
 """Numbers that only steps over limited network links can determine."""
 
 PRIOR, PRIOR_OF_LINKS = 0.1, 0.5
 """Weights of log(number / start) beside log(measured / predicted): :data:`SCALE` over what the logarithm may be off.
 
-Costs are known to a factor of e before anything is measured, efficiencies of links to a fifth.
+Costs are known to a factor of e before anything is measured, the efficiency of a link to a fifth.
 """
 
 
@@ -90,7 +89,7 @@ def calibrate(
         observations: Measured steps: at least one more than there are numbers to fit, unless ``few``.
         source: Description of their source.
         start: Costs with which the fit begins.
-        fit_links: Also fit the efficiencies of network links.
+        fit_links: Also fit the efficiency of network links.
         few: Accept any number of steps but 0.
         stop: Returns whether to end the fit early, with the best costs so far.
 

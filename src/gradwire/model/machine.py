@@ -146,7 +146,7 @@ class LinkModel:
             waiting_s += self._any_lost(each * held) * round_trip_s
         return turns * waiting_s
 
-    def pacing_s(self, message_bytes: float) -> float:
+    def pacing_s(self, message_bytes: float, most_bytes: float | None = None) -> float:
         """Return the least time in which a connection sends a message, whatever the network link could carry.
 
         It is 0, but for BBR. With R the round-trip time and b the packets of the message, a connection that rests
@@ -154,14 +154,19 @@ class LinkModel:
         its startup, with a gain of g = 2 / ln 2, so that it sends the next message in s = (R + s) / g. That makes
         s = 0.53 R for many packets; 0.46 R (1 - 1 / b) was measured, since some leave at once.
 
+        BBR takes the highest rate of its last ten round trips. Where messages differ, that is the rate of the largest,
+        of B packets, and one of b packets takes 0.46 R (b - 1) / B.
+
         Source: Cardwell and others, as for :func:`connection_rate`; ``benchmarks/speed/lossy_messages.py``.
 
         Args:
             message_bytes: Bytes of the message.
+            most_bytes: Bytes of the largest message that the connection sends in ten round trips; None: all are alike.
         """
         if not self.congestion.startswith(BBR) or message_bytes <= SEGMENT_BYTES:
             return 0.0
-        return PACED * 2 * self.latency_s * (1 - SEGMENT_BYTES / message_bytes)
+        most = message_bytes if most_bytes is None else most_bytes
+        return PACED * 2 * self.latency_s * (message_bytes - SEGMENT_BYTES) / most
 
     def _any_lost(self, packets: float) -> float:
         """Return the probability that any of some packets is lost."""
@@ -198,9 +203,7 @@ class Machine:
     them.
 
     Attributes:
-        ring_efficiency: Share of the bandwidth that payloads get if each rank receives from one other: a ring, or
-            pairs.
-        crowd_efficiency: The same if all send to all, so that receivers' links are now congested, now idle.
+        efficiency: Share of the bandwidth that payloads get beside headers and what is sent again.
         round_s: Latency of one dependent message, including scheduling.
         call_s: CPU time of one collective.
         message_s: CPU time of one message to one rank.
@@ -214,11 +217,10 @@ class Machine:
         slowest_bytes_per_s, fastest_bytes_per_s: Range of the limited network links in these steps; None without any.
 
     Raises:
-        HyperparameterError: an efficiency is not above 0.
+        HyperparameterError: the efficiency is not above 0.
     """
 
-    ring_efficiency: float = 0.9
-    crowd_efficiency: float = 0.75
+    efficiency: float = 0.9
     round_s: float = 5e-4
     call_s: float = 4e-4
     message_s: float = 5e-5
@@ -233,10 +235,9 @@ class Machine:
     fastest_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ring_efficiency", "crowd_efficiency"):
-            # Bytes are divided by it.
-            if not getattr(self, name) > 0:
-                raise HyperparameterError(f"Machine: {name} is above 0, not {getattr(self, name)!r}")
+        # Bytes are divided by it.
+        if not self.efficiency > 0:
+            raise HyperparameterError(f"Machine: efficiency is above 0, not {self.efficiency!r}")
 
     def beyond(self, workers: int, link: LinkModel) -> str | None:
         """Return why a prediction lies far outside the calibrated range; None if it does not."""

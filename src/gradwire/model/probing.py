@@ -39,8 +39,8 @@ class Probed:
     compute in between the sender waits for it. (In training it has come meanwhile.) Small rows go at once, large ones
     in N - 1 turns, each of which the machine handles in a time r (:attr:`Machine.round_s`), so::
 
-        small_s = r + 2 d + b_small H (N - H) / (bandwidth * crowd_efficiency)
-        large_s = (N - 1) r + 2 d + b_large H (N - H) / (bandwidth * ring_efficiency)
+        small_s = r + 2 d + b_small H (N - H) / (bandwidth * efficiency)
+        large_s = (N - 1) r + 2 d + b_large H (N - H) / (bandwidth * efficiency)
 
     Attributes:
         world_size: N.
@@ -94,14 +94,13 @@ class Probed:
         """Solve the two equations for the raw bandwidth of a host and the delay in one direction.
 
         Args:
-            machine: Costs that the model will add again: efficiencies, and the latency of a round.
+            machine: Costs that the model will add again: the link's efficiency, and the latency of a round.
             load: Ranks and cores of a host, as in the prediction.
         """
         round_s = machine.round_s * load.stretch
         if self._host_bytes_per_s(round_s) is None:
             return LinkModel(latency_s=max(0.0, self.small_s - round_s) / 2, ranks_per_host=self.ranks_per_host)
-        small = self._leaving(self.small_bytes) / machine.crowd_efficiency
-        large = self._leaving(self.large_bytes) / machine.ring_efficiency
+        small, large = (self._leaving(count) / machine.efficiency for count in (self.small_bytes, self.large_bytes))
         byte_s = self._wire_s(round_s) / (large - small)
         return LinkModel(
             bandwidth_bytes_per_s=1.0 / byte_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -171,34 +171,42 @@ def step_time(
     def among(stage: Stage) -> Sequence[int]:
         return range(exchange.world_size) if stage.scope is None else stage.scope.ranks(0)
 
-    def item(stage: Stage, number: int = 0) -> Iterator[_Item]:
+    def message(stage: Stage) -> float:
+        """Bytes of a message between hosts that rests before; a ring's connections never do."""
+        if stage.kind in ("", "ring"):
+            return 0.0
+        return link.leaving(stage.sent_bytes, False, among(stage)) / max(1, stage.messages)
+
+    def handling_s(stage: Stage) -> float:
+        byte_s = machine.sum_byte_s if stage.kind == "ring" else machine.byte_s
+        taken_s = machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes
+        return taken_s * factor if stage.kind else 0.0
+
+    def items(stage: Stage, number: int, lane: int) -> Iterator[_Item]:
         if stage.work_s:
             yield _Item(cpu_s=stage.work_s * factor)
         if stage.kind:
             ring, pairs = stage.kind == "ring", stage.kind == "pairs"
             alone = ring or pairs or stage.kind == "broadcast"
-            byte_s = machine.sum_byte_s if ring else machine.byte_s
-            efficiency = machine.ring_efficiency if alone else machine.crowd_efficiency
             ranks, inside = among(stage), stage.scope is not None and not link.elsewhere(among(stage))
             leaving = link.leaving(stage.sent_bytes, ring, ranks)
             # Only a crowd uses several connections of a rank at a time.
-            rate = connection * (1 if alone else max(1, link.elsewhere(ranks))) / efficiency
+            rate = connection * (1 if alone else max(1, link.elsewhere(ranks))) / machine.efficiency
             travel_s = resending_s = 0.0
             if not inside:
                 travel_s = stage.delays * link.latency_s
                 # A ring asks for each message in its turn; other messages have been asked for before.
                 turns, each = (stage.delays // 2, 2) if ring else (stage.delays, 1)
                 resending_s = link.resending_s(each * stage.messages * len(ranks), turns, leaving * len(ranks))
-                # A ring's connections never rest.
-                pacing_s = 0.0 if ring else turns * link.pacing_s(leaving / max(1, stage.messages))
-                rate = min(rate, leaving / efficiency / pacing_s) if pacing_s else rate
+                pacing_s = turns * link.pacing_s(message(stage), most_bytes[lane])
+                rate = min(rate, leaving / machine.efficiency / pacing_s) if pacing_s else rate
             # Bytes that the network link could carry in the time that these take.
-            sent_bytes = leaving / efficiency if speed or rate < math.inf else 0.0
+            sent_bytes = leaving / machine.efficiency if speed or rate < math.inf else 0.0
             # A ring has two segments under way at a time: of two places, one's bytes are sent while the other's travel.
             # With M delays of d seconds and bytes that take B, it takes max(B, B / 2 + M d).
             held_bytes = sent_bytes / 2 if ring and travel_s else 0.0
             yield _Item(
-                cpu_s=(machine.call_s + machine.message_s * stage.messages + byte_s * stage.sent_bytes) * factor,
+                cpu_s=handling_s(stage),
                 latency_s=stage.rounds * machine.round_s * load.stretch + resending_s + (0.0 if ring else travel_s),
                 sent_bytes=sent_bytes - held_bytes,
                 most_bytes_per_s=rate,
@@ -212,27 +220,20 @@ def step_time(
     busy_s = 0.0
     numbers = count()
 
-    def queue(stages: Iterable[Stage], lane: int, after: _Job | None = None) -> _Job:
-        number = next(numbers)
-        job = _Job(deque(x for stage in stages for x in item(stage, number)), after)
-        runners[lane % lanes].jobs.append(job)
-        return job
+    # The backend's threads share one connection to each rank, which matters where losses limit it.
+    apart = connection == math.inf
+    placed = [_placed(number, bucket, lanes, apart) for number, bucket in enumerate(exchange.buckets)]
+    most_bytes = [0.0] * lanes
+    for lane, listed in (job for jobs in placed for job in jobs):
+        most_bytes[lane] = max([most_bytes[lane], *map(message, listed)])
 
-    def submit(number: int, bucket: BucketJobs) -> None:
-        chunks = [list(chunk) for chunk in bucket.chunks]
-        if bucket.asynchronous:
-            # The backend's threads share one connection to each rank, which matters where losses limit it.
-            apart = connection == math.inf
-            for i, chunk in enumerate(chunks):
-                # The thread that brought the bucket has done the first work.
-                stages = [replace(s, work_s=s.work_s if k else 0.0) for k, s in enumerate(chunk)]
-                queue(stages, apart * (number + i))
-        elif len(chunks) == 1:
-            queue((*bucket.prepare, *chunks[0]), number)
-        else:
-            first = queue(bucket.prepare, number)
-            for i, chunk in enumerate(chunks):
-                queue(chunk, number + i, first)
+    def submit(jobs: Sequence[tuple[int, Sequence[Stage]]], prepared: bool) -> None:
+        first: _Job | None = None
+        for lane, stages in jobs:
+            number = next(numbers)
+            job = _Job(deque(x for stage in stages for x in items(stage, number, lane)), first)
+            runners[lane].jobs.append(job)
+            first = job if prepared and first is None else first
 
     now_s = _advance([main, *runners], _compute(timeline.forward_s), flow, load)
     last_s = 0.0
@@ -243,18 +244,35 @@ def step_time(
         busy_s += inline_s
         now_s += _advance([main, *runners], _compute(ready.ready_s - last_s + inline_s), flow, load)
         last_s = ready.ready_s
-        submit(number, bucket)
+        submit(placed[number], len(placed[number]) > len(bucket.chunks))
     now_s += _advance([main, *runners], _compute(timeline.backward_s - last_s), flow, load)
     now_s += _drain(runners, flow, load)
-    for bucket in exchange.buckets:
-        for job in (bucket.prepare, *bucket.chunks):
-            for k, stage in enumerate(job):
-                skip = bucket.asynchronous and not k
-                busy_s += sum(i.cpu_s for i in item(stage)) - (stage.work_s * factor if skip else 0.0)
+    busy_s += sum(s.work_s * factor + handling_s(s) for jobs in placed for _, listed in jobs for s in listed)
     stages = [s for b in exchange.buckets for job in (b.prepare, *b.chunks) for s in job]
     leaving = (link.leaving(s.sent_bytes, s.kind == "ring", among(s)) for s in stages if s.kind)
     wire_s = sum(leaving) / flow if speed else 0.0
     return Steps(now_s + timeline.after_s, timeline.compute_s, busy_s, wire_s)
+
+
+def _placed(number: int, bucket: BucketJobs, lanes: int, apart: bool) -> list[tuple[int, tuple[Stage, ...]]]:
+    """Return the lanes and stages of a bucket's jobs: those of its chunks, after that of its preparation if it is one.
+
+    Args:
+        number: Number of the bucket.
+        bucket: The bucket.
+        lanes: Number of lanes.
+        apart: Whether chunks of a bucket without lanes run beside one another.
+    """
+    if bucket.asynchronous:
+        # The thread that brought the bucket has done the first work.
+        rest = [tuple(replace(s, work_s=s.work_s if k else 0.0) for k, s in enumerate(c)) for c in bucket.chunks]
+        return [(apart * (number + i) % lanes, stages) for i, stages in enumerate(rest)]
+    if len(bucket.chunks) == 1:
+        return [(number % lanes, (*bucket.prepare, *bucket.chunks[0]))]
+    return [
+        (number % lanes, bucket.prepare),
+        *(((number + i) % lanes, tuple(chunk)) for i, chunk in enumerate(bucket.chunks)),
+    ]
 
 
 def _compute(seconds: float) -> _Job:

@@ -257,7 +257,7 @@ def measure_machine(
 ) -> Machine:
     """Take steps with two and four local workers, fit the costs to them, and save the costs in ``path``.
 
-    Loopback has no slow network, so the efficiencies of links keep their default values.
+    Loopback has no slow network, so the efficiency of a link keeps its default value.
 
     Measurements stop at the time limit. With few steps, the costs are drawn towards the defaults; with none, they are
     the defaults, and ``path`` is not written. ``source`` of the result says so. If ``path`` cannot be written, the
