@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
+from gradwire.link.accumulation import Accumulation
 from modes import MODES, SMALL_BUCKETS_MB, STEPS, run_mode, train
 from oracle import batch, digest, layers, simulated_run, square_loss
 
@@ -210,6 +211,57 @@ def test_accumulation_without_no_sync_is_refused_where_an_outcome_is_no_gradient
 @pytest.mark.parametrize(("spec", "way"), [("signsgd", "no_sync"), ("fp32", "every pass"), ("fp32", "loop")])
 def test_other_accumulation_has_the_signs_of_the_sum(three_ranks: Any, spec: str, way: str) -> None:
     assert three_ranks(accumulated, spec, way) == [("", True)] * 3
+
+
+def used_apart(way: str, spec: str) -> str:
+    """Take steps by gradients that are put in place of outcomes, or of one layer alone; return what was said."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.ones(1, 64)
+    if way == "replaced":
+        ddp, link = module, gw.Link(module.named_parameters(), spec)
+    else:
+        ddp = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS_MB)
+        link = gw.attach(ddp, spec)
+    stepped = {"first layer": module[0], "last layer": module[1]}.get(way, module)
+    optimizer = torch.optim.SGD(stepped.parameters(), lr=1e-3)
+    try:
+        for _ in range(4):
+            if way == "replaced":
+                for p, g in zip(module.parameters(), torch.autograd.grad(module(x).sum(), [*module.parameters()])):
+                    p.grad = g
+                link.reduce_()
+            else:
+                optimizer.zero_grad()
+                ddp(x).sum().backward()
+            optimizer.step()
+    except (RuntimeError, gw.GradwireError) as error:
+        return str(error)
+    finally:
+        link.close()
+    return ""
+
+
+@pytest.mark.parametrize("way", ["replaced", "first layer", "last layer"])
+def test_outcomes_that_no_step_uses_again_may_stay(three_ranks: Any, way: str) -> None:
+    """They are replaced by other gradients, or are of a layer that no optimizer steps."""
+    assert three_ranks(used_apart, way, "signsgd") == [""] * 3
+
+
+def test_a_parameter_that_the_pass_before_did_not_use_tells_nothing_of_accumulation() -> None:
+    """It has no gradient yet, although those of the others were not cleared."""
+    used, unused = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    accumulation = Accumulation(gw.method("signsgd"), {"used": used, "unused": unused})
+    used.sum().backward()
+    accumulation.refuse()
+    accumulation.begin_anew()
+    (used + unused).sum().backward()
+    with pytest.raises(gw.IncompatibleError, match="added gradients to the outcome"):
+        accumulation.refuse()
+    used.grad = None
+    (used + unused).sum().backward()
+    accumulation.refuse()
+    accumulation.end()
+    assert not used._backward_hooks
 
 
 def run_join_with_local_steps(spec: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -11,14 +11,19 @@ from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.exchange.segments import is_sharded
 
+SAMPLE = 1 << 16
+"""Number of elements of a parameter whose values are looked at, if there is one: more take time, and of fewer a sparse
+outcome may have none."""
+
 
 class Accumulation:
     """Notices that a backward pass has added gradients to the outcome of the round before.
 
     Such a round exchanges outcome plus gradient. For a mean that is right, since the mean of equal outcomes is the
     outcome. A direction has not the unit of a gradient, and decides the signs of the sum alone; a momentum counts what
-    was exchanged before a second time. One parameter is looked at when its gradient arrives. Usually its ``grad`` is
-    None then, and the look costs nothing.
+    was exchanged before a second time. Parameters are looked at when their gradients arrive, until one is found whose
+    outcome was cleared: those that no optimizer steps, and nobody clears, may add up. Usually ``grad`` is None then,
+    and a look costs nothing. Where it is not, one parameter's values tell whether they are zeros.
 
     Args:
         method: Method of the link.
@@ -27,21 +32,34 @@ class Accumulation:
 
     def __init__(self, method: Method, parameters: Mapping[str, torch.Tensor]) -> None:
         traits, self._method = method.traits, repr(method)
-        matters = (traits.direction or traits.owns_momentum) and not traits.local_steps
-        leaves = [p for p in parameters.values() if p.is_leaf and p.requires_grad and not is_sharded(p)]
-        self._is_first, self._arrived, self._cleared = True, False, False
-        self._stop = None
-        if matters and leaves:
-            smallest = min(leaves, key=lambda p: p.numel())
-            self._held = weakref.ref(smallest)
-            self._stop = smallest.register_hook(self._look).remove
+        self._outcomes, self._arrived = set[str](), set[str]()
+        self._found = dict[str, bool]()
+        self._was_added = self._was_cleared = False
+        self._stops = list[Callable[[], None]]()
+        if (traits.direction or traits.owns_momentum) and not traits.local_steps:
+            leaves = {n: p for n, p in parameters.items() if p.is_leaf and p.requires_grad and not is_sharded(p)}
+            sample = min(leaves, key=lambda name: abs(leaves[name].numel() - SAMPLE), default=None)
+            for name, p in leaves.items():
+                self._watch(name, p, in_full=name == sample)
 
-    def _look(self, _: torch.Tensor) -> None:
-        """Look at ``grad`` before a gradient is added to it."""
-        p = self._held()
-        if p is not None and not self._is_first and not self._cleared:
-            # What follows zeros, as the micro-batches before the last one, is added to gradients of this rank.
-            self._arrived, self._cleared = True, p.grad is None or not bool(p.grad.any())
+    def _watch(self, name: str, p: torch.Tensor, *, in_full: bool) -> None:
+        held = weakref.ref(p)
+
+        def look(_: torch.Tensor) -> None:
+            found = held()
+            if found is None or name not in self._outcomes or self._was_cleared:
+                return
+            if found.grad is None or in_full:
+                self._found[name] = found.grad is not None and bool(found.grad.any())
+
+        def note(_: torch.Tensor) -> None:
+            # torch.autograd.grad() calls the other hook alone, and adds its gradients to nothing.
+            self._arrived.add(name)
+            if (adds := self._found.pop(name, None)) is not None:
+                # What follows zeros, as the micro-batches before the last one, is added to gradients of this rank.
+                self._was_added, self._was_cleared = self._was_added or adds, self._was_cleared or not adds
+
+        self._stops += [p.register_hook(look).remove, p.register_post_accumulate_grad_hook(note).remove]
 
     def refuse(self) -> None:
         """Raise if the gradients of the round that begins were added to an outcome.
@@ -49,20 +67,21 @@ class Accumulation:
         Raises:
             IncompatibleError: they were.
         """
-        if self._arrived and not self._cleared:
+        if self._was_added and not self._was_cleared:
             raise IncompatibleError(
                 f"this backward pass has added gradients to the outcome of the exchange before, and {self._method} "
                 "needs the gradients of a step alone: to accumulate over several passes, use module.no_sync() for all "
                 "but the last, or call reduce_() after the last alone; otherwise clear gradients by "
-                "optimizer.zero_grad()"
+                "module.zero_grad()"
             )
 
     def begin_anew(self) -> None:
-        """Note that a round has been started: what the parameters hold from now on is its outcome."""
-        self._is_first = self._arrived = self._cleared = False
+        """Note that a round has been started: what its parameters hold from now on is its outcome."""
+        self._outcomes, self._arrived = self._arrived, set()
+        self._was_added = self._was_cleared = False
 
     def end(self) -> None:
-        """Remove the hook."""
-        stop, self._stop = self._stop, None
-        if stop is not None:
+        """Remove the hooks."""
+        stops, self._stops = self._stops, []
+        for stop in stops:
             stop()

@@ -238,7 +238,7 @@ class Link(LinkState, LocalStepsUser):
         self._search = OptimizerSearch(
             self.method, self.optimizer, self._parameters, compressed, self._runtime.failures, self._warnings
         )
-        self._accumulation = Accumulation(self.method, compressed if self.world_size > 1 else {})
+        self._accumulation = Accumulation(self.method, compressed)
         # Threads and connections end with the link, also if it is collected or the interpreter ends without close().
         unbinders = [unbind, self._search.end, self._accumulation.end]
         self.close = weakref.finalize(self, close_link, self._runtime, unbinders)
@@ -284,13 +284,14 @@ class Link(LinkState, LocalStepsUser):
             self._settle()
         runtime.refuse()
         try:
-            self._accumulation.refuse()
             round = self._round
             if index == 0 or round is None:
                 round = self._round = self._next_round()
             if self.world_size == 1:
                 future = round.leave(flat, last)
             else:
+                if last:
+                    self._accumulation.refuse()
                 future = self._joined(round, index, names, flat, last) or self._start(round, index, names, flat, last)
         except Exception as error:
             raise runtime.failures.record(error, place(index, None, runtime.round, names)) from error
