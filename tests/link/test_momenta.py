@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import optimizer as hooks
 
 import gradwire as gw
+from gradwire.link.found_optimizers import BEFORE_STEPS
 from gradwire.methods.feedback.optimizers import momentum_of
 from ranks import Ranks, fresh_ranks
 
@@ -60,7 +60,7 @@ def elsewhere(module: nn.Module) -> list[torch.optim.Optimizer]:
 
 def trained(spec: str, made: str, kind: str, handed: bool = False) -> Any:
     """Train three steps, and return what was raised, and what is left of it; no optimizer is given but ``handed``."""
-    before = len(hooks._global_optimizer_pre_hooks)
+    before = len(BEFORE_STEPS)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5))
     if kind == "fsdp":
@@ -86,13 +86,13 @@ def trained(spec: str, made: str, kind: str, handed: bool = False) -> Any:
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
     moved = any(not torch.equal(a, b) for a, b in zip(start, model.parameters()))
-    during = len(hooks._global_optimizer_pre_hooks) - before
+    during = len(BEFORE_STEPS) - before
     answer = {"told": told, "link": str(link.error), "steps": steps, "moved": moved, "hooks": during}
     kept = weakref.ref(link)
     link.close()
     del link, module, given
     gc.collect()
-    return {**answer, "left": len(hooks._global_optimizer_pre_hooks) - before, "kept": kept() is not None}
+    return {**answer, "left": len(BEFORE_STEPS) - before, "kept": kept() is not None}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "link"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import gradwire as gw
 from gradwire.link.failures import WarnOnce
+from gradwire.link.found_optimizers import OptimizerSearch
 from gradwire.link.step_counts import StepCount
 from log_texts import LogTexts
 
@@ -131,6 +134,9 @@ def test_whoever_steps_other_parameters_than_an_optimizer_that_is_gone_is_warned
     logging.getLogger("gradwire").removeHandler(told)
     (text,) = told.texts
     assert "the optimizer whose steps were counted is gone" in text
+    assert "nothing is exchanged until one steps that does" in text
+    later = sgd(counting.parameters[0])
+    assert counting.counted(later, other, later) == 3
 
 
 def test_what_counts_is_called_by_a_compiled_step_and_not_compiled_with_it(counting: Counting) -> None:
@@ -141,3 +147,20 @@ def test_what_counts_is_called_by_a_compiled_step_and_not_compiled_with_it(count
     for _ in range(2):
         step()
     assert compiling == [False, False]
+
+
+def test_a_link_that_ends_while_an_optimizer_goes_through_its_hooks_does_not_end_the_step() -> None:
+    """A link may be collected at any time, and made or closed by another thread."""
+    ours, other = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(4))
+    other.grad = torch.ones(4)
+    searches = list[OptimizerSearch]()
+    hook = register_optimizer_step_pre_hook(lambda *_: searches[0].end())
+    for _ in range(2):
+        searches.append(OptimizerSearch(gw.method("fp32"), None, {"ours": ours}, [], cast(Any, None), WarnOnce()))
+    try:
+        sgd(other).step()
+    finally:
+        hook.remove()
+        for search in searches:
+            search.end()
+    assert not torch.equal(other.detach(), torch.zeros(4))

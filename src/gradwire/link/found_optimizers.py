@@ -27,31 +27,48 @@ def uncompiled(hook: Callable[..., None]) -> Any:
     return torch.compiler.disable(hook, reason="gradwire's exchanges are not compiled")
 
 
-def on_any_step(
-    parameters: Mapping[str, torch.Tensor],
-    call: Callable[[torch.optim.Optimizer, dict[str, torch.Tensor]], None],
-    *,
-    before: bool = False,
-) -> Callable[[], None]:
-    """Call ``call`` at every step of every optimizer that holds one of the parameters; return a function to end that.
+class EveryStep:
+    """Functions that are called at the steps of all optimizers, by a hook that stays for ever.
 
-    The parameters are not kept alive.
+    PyTorch goes through its hooks while it calls them: with one for each function, a link that is made, closed or
+    collected meanwhile, as while an optimizer of another thread steps, would end that step.
 
     Args:
-        parameters: Parameters by name.
-        call: Called with the optimizer and the parameters of these that it holds. It must not end the calls itself,
-            since PyTorch iterates over the hooks meanwhile.
-        before: Call before the step, when no parameter has changed, instead of after it.
+        register: Registers a hook of all optimizers' steps.
     """
-    names = {id(p): name for name, p in parameters.items()}
 
-    def stepping(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        held = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
-        if held:
-            call(optimizer, held)
+    def __init__(self, register: Callable[[Any], Any]) -> None:
+        self._register, self._is_heard = register, False
+        self._calls: dict[object, Callable[[torch.optim.Optimizer], None]] = {}
 
-    register = register_optimizer_step_pre_hook if before else register_optimizer_step_post_hook
-    return register(uncompiled(stepping)).remove
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
+        """Call a function with each optimizer, after those that were added before; return a function to end that."""
+        if not self._is_heard:
+            self._is_heard = True
+            self._register(uncompiled(self._tell))
+        key = object()
+        self._calls[key] = call
+
+        def end() -> None:
+            self._calls.pop(key, None)
+
+        return end
+
+    def _tell(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for key, call in list(self._calls.items()):
+            # The call before may have ended this one.
+            if key in self._calls:
+                call(optimizer)
+
+
+BEFORE_STEPS = EveryStep(register_optimizer_step_pre_hook)
+"""What is called before steps, when no parameter has changed."""
+
+AFTER_STEPS = EveryStep(register_optimizer_step_post_hook)
+"""What is called after steps."""
 
 
 class _Updates:
@@ -136,7 +153,15 @@ class OptimizerSearch:
         # FSDP2 reduces a gradient before an optimizer can use it.
         self._unseen = {name for name, p in parameters.items() if not is_sharded(p)}
         searches = self._unknown or self._unseen or self._rated
-        self._stop = on_any_step(parameters, self._check, before=True) if searches else None
+        # The parameters are not kept alive.
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._stop = BEFORE_STEPS.add(self._look) if searches else None
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        names = self._names
+        held = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+        if held:
+            self._check(optimizer, held)
 
     def _check(self, optimizer: torch.optim.Optimizer, held: dict[str, torch.Tensor]) -> None:
         try:
@@ -153,12 +178,12 @@ class OptimizerSearch:
         self._unseen.difference_update(held)
 
     def end_when_done(self) -> None:
-        """End the search if every parameter has been seen; do not call it during an optimizer's step."""
+        """End the search if every parameter has been seen."""
         if not (self._unknown or self._unseen or self._rated):
             self.end()
 
     def end(self) -> None:
-        """Remove the hook, if it is still installed."""
+        """Look at no further steps."""
         stop, self._stop = self._stop, None
         if stop is not None:
             stop()

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.link.failures import WarnOnce
-from gradwire.link.found_optimizers import on_updates, uncompiled
+from gradwire.link.found_optimizers import AFTER_STEPS, on_updates, uncompiled
 
 
 class StepCount:
@@ -35,7 +34,6 @@ class StepCount:
     """
 
     _open: ClassVar[dict[int, StepCount]] = {}
-    _listens: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -57,27 +55,9 @@ class StepCount:
         else:
             if optimizer is not None and _tells_of_steps(optimizer):
                 self._counted = weakref.ref(optimizer)
-            self._remove = _do_nothing
-            self._listen()
-        # In the order in which links were made, which is the same on all ranks.
+            # Links are told in the order in which they were made, which is the same on all ranks.
+            self._remove = AFTER_STEPS.add(self._after_step)
         self._open[id(self)] = self
-
-    @classmethod
-    def _listen(cls) -> None:
-        """Hear of the steps of all optimizers, from now on and for ever.
-
-        PyTorch goes through its hooks while it calls them: with one for each count, a link that is made, closed or
-        collected while an optimizer of another thread steps would end that step.
-        """
-        if not cls._listens:
-            cls._listens = True
-            register_optimizer_step_post_hook(uncompiled(cls._tell))
-
-    @classmethod
-    def _tell(cls, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for count in list(cls._open.values()):
-            if not count._is_scaler:
-                count._after_step(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._counted() is not optimizer:
@@ -95,7 +75,7 @@ class StepCount:
                 self._warnings.here(
                     "uncounted",
                     "the optimizer whose steps were counted is gone, and the one that steps now holds none of its "
-                    "parameters: nothing is exchanged any more: make a new link for it",
+                    "parameters: nothing is exchanged until one steps that does: without such, make a new link",
                 )
             return False
         if self._counted is not _nobody:
@@ -150,7 +130,3 @@ def _tells_of_steps(optimizer: Any) -> bool:
 
 def _nobody() -> None:
     """Return no optimizer."""
-
-
-def _do_nothing() -> None:
-    """Remove nothing: the hook of all counts stays."""
