@@ -493,9 +493,15 @@ def test_simulated_local_steps_count_what_they_discard_and_give_up_after_three_i
 
     for value in (torch.nan, torch.nan, 1.0, torch.nan, torch.nan):
         step(value)
+    steps.synchronise()  # nothing has changed since, so that nothing is exchanged, and the count goes on
     assert [buffer.tolist() for (buffer,) in steps.buffers] == [[2.0, 1.0]] * 2
     assert steps.link.skipped_rounds == 4
-    with pytest.raises(gw.ExchangeError, match="before 3 exchanges in a row"):
+    state = steps.state_dict()
+    for _ in range(2):
+        with pytest.raises(gw.ExchangeError, match="before 3 exchanges in a row"):
+            step(torch.nan)
+        steps.load_state_dict(state)
+        step(torch.nan)
         step(torch.nan)
 
 

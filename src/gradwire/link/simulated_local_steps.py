@@ -150,7 +150,7 @@ class SimulatedLocalSteps:
             IncompatibleError: it is not a state of these local steps.
         """
         self._workers[0].check(state)
-        rest, self._flying = state, None
+        rest, self._flying, self._discarded = state, None, 0
         for worker in self._workers:
             rest = worker.load(state)
             for names, mean in worker.arrived() or ():
@@ -178,11 +178,12 @@ class SimulatedLocalSteps:
 
     @torch.no_grad()
     def _end(self, fragment: int, replaced: bool = False) -> None:
-        names, outcomes = self._flying or ([], [])
-        # All workers see the same means.
-        taken = [worker.incoming([(names, mean)], replaced=replaced) for worker, mean in zip(self._workers, outcomes)]
-        self._flying = None
-        self._count(discarded=not all(taken))
+        if self._flying is not None:
+            (names, outcomes), self._flying = self._flying, None
+            # All workers see the same means.
+            pairs = zip(self._workers, outcomes)
+            taken = [worker.incoming([(names, mean)], replaced=replaced) for worker, mean in pairs]
+            self._count(discarded=not all(taken))
         if fragment == self._clock.count - 1 and isinstance(self._workers[0], GlobalParameters):
             self._average_buffers()
 
