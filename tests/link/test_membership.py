@@ -319,6 +319,16 @@ def test_methods_that_cannot_follow_are_refused_before_anybody_waits(spec: str, 
         gw.Link([parameter], spec, group=membership, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("wrong", ["parameters", "optimizer"])
+def test_what_is_no_parameters_and_no_optimizer_is_refused_as_without_a_membership(wrong: str) -> None:
+    module: Any = nn.Linear(2, 2)
+    given = {"optimizer": module.parameters()} if wrong == "optimizer" else {}
+    parameters = module if wrong == "parameters" else module.parameters()
+    refused = pytest.raises(gw.HyperparameterError, match=f"{wrong}: .* needed")
+    with crew() as workers, gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret) as membership, refused:
+        gw.Link(parameters, "terngrad", group=membership, **given)
+
+
 @pytest.mark.parametrize("ends", ["a", "b"])
 def test_nobody_waits_for_a_worker_that_ends_as_another_leaves(ends: str) -> None:
     goes_on = "b" if ends == "a" else "a"

@@ -34,6 +34,11 @@ def test_only_what_requires_a_gradient_is_exchanged_by_name_or_number() -> None:
         named_parameters([("a", model.weight), ("b", model.weight)])
 
 
+def test_parameters_may_be_given_as_a_parameter_list() -> None:
+    given = nn.ParameterList([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))])
+    assert list(named_parameters(listed(given))) == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -66,6 +71,25 @@ def test_what_is_no_optimizer_is_refused_with_what_is_needed(given: Any, words: 
     with pytest.raises(gw.HyperparameterError, match=re.escape(needed + words)):
         check_kinds(None, given)
     check_kinds(None, torch.optim.SGD(nn.Linear(2, 3).parameters()))
+
+
+class OfItsOwn:
+    """An optimizer that is not PyTorch's."""
+
+    def __init__(self, *inside: torch.optim.Optimizer) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+        self.inner = inside[0] if inside else None
+
+    def step(self) -> None:
+        pass
+
+
+def test_an_optimizer_whose_steps_nobody_can_hear_is_refused_where_they_count() -> None:
+    with pytest.raises(gw.IncompatibleError, match=r"call link\.after_step\(\) after each of them"):
+        check_kinds(None, OfItsOwn(), counts=True)
+    check_kinds(None, OfItsOwn())
+    check_kinds(torch.amp.GradScaler("cpu"), OfItsOwn(), counts=True)
+    check_kinds(None, OfItsOwn(torch.optim.SGD(nn.Linear(2, 3).parameters())), counts=True)
 
 
 def test_what_is_no_link_is_neither_saved_nor_loaded(tmp_path: Path) -> None:

@@ -247,20 +247,32 @@ def check_scaler(grad_scaler: Any) -> None:
     )
 
 
-def check_kinds(grad_scaler: Any, optimizer: Any) -> None:
+def check_kinds(grad_scaler: Any, optimizer: Any, *, counts: bool = False) -> None:
     """Raise if an object is no scaler, or another one no optimizer.
+
+    Args:
+        counts: True if the steps of the optimizer are counted, unless there is a scaler, whose updates are.
 
     Raises:
         HyperparameterError: as :func:`check_scaler`, or the optimizer is not None, and has no ``param_groups`` or no
             ``step()``.
+        IncompatibleError: its steps would be counted, and PyTorch does not tell of them.
     """
     check_scaler(grad_scaler)
-    if optimizer is None or (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
+    if optimizer is None:
         return
-    raise HyperparameterError(
-        "optimizer: the torch optimizer of the parameters is needed, or None, not "
-        f"{described(optimizer)}; of several, the one of the parameters that the method compresses"
-    )
+    if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+        raise HyperparameterError(
+            "optimizer: the torch optimizer of the parameters is needed, or None, not "
+            f"{described(optimizer)}; of several, the one of the parameters that the method compresses"
+        )
+    inside = getattr(optimizer, "__dict__", {}).values()
+    told = hasattr(optimizer, "register_step_post_hook") or any(isinstance(x, torch.optim.Optimizer) for x in inside)
+    if counts and not grad_scaler and not told:
+        raise IncompatibleError(
+            f"{type(optimizer).__name__} is no torch optimizer and holds none, so that its steps cannot be counted: "
+            "leave it out, and call link.after_step() after each of them"
+        )
 
 
 def scale_of(grad_scaler: Any) -> float:

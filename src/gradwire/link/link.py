@@ -196,7 +196,7 @@ class Link(LinkState, LocalStepsUser):
         # First, since a rank that refuses the rest tells the others so.
         self.group.prefer(next((p.device for p in self._parameters.values()), torch.device("cpu")))
         self.method = read_method(method).with_files(self.world_size)
-        check_kinds(self.grad_scaler, self.optimizer)
+        check_kinds(self.grad_scaler, self.optimizer, counts=bool(self.method.traits.local_steps))
         self.options = Options.of(options)
         check_parameters(self._parameters)
         check_lanes(count)

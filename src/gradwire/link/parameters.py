@@ -55,9 +55,10 @@ def listed(parameters: Any) -> list[Any]:
     """Return what a user gave as parameters, which may be a generator, as a list.
 
     Raises:
-        HyperparameterError: it is a module, a mapping or nothing that holds several.
+        HyperparameterError: it is a module other than a ParameterList, a mapping or nothing that holds several.
     """
-    if isinstance(parameters, torch.Tensor | torch.nn.Module | Mapping) or not isinstance(parameters, Iterable):
+    of_modules = isinstance(parameters, torch.nn.Module) and not isinstance(parameters, torch.nn.ParameterList)
+    if of_modules or isinstance(parameters, torch.Tensor | Mapping) or not isinstance(parameters, Iterable):
         raise HyperparameterError(_not_parameters(parameters))
     return list(parameters)
 

@@ -12,15 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import (
-    ExchangeError,
-    IncompatibleError,
-    LeftOutError,
-    PayloadError,
-    RankMismatchError,
-)
+from gradwire.errors import ExchangeError, IncompatibleError, LeftOutError, PayloadError, RankMismatchError
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import LinkOptions, Options
+from gradwire.link.found_optimizers import check_kinds
 from gradwire.link.handshake import compared
 from gradwire.link.link_runtime import check_lanes
 from gradwire.link.membership import steps as p
@@ -29,7 +24,7 @@ from gradwire.link.membership.method_rules import refusal
 from gradwire.link.membership.party import COUNTED, Party
 from gradwire.link.membership.records import Epoch, EpochReport, Request, text_of
 from gradwire.link.membership.watching_link import WatchingLink
-from gradwire.link.parameters import named_parameters
+from gradwire.link.parameters import listed, named_parameters
 from gradwire.link.round import Mean
 from gradwire.link.site import warm_up
 from gradwire.link.state import of_another_first, of_other_ranks
@@ -71,7 +66,7 @@ class MembershipLink(WatchingLink):
         **options: Unpack[LinkOptions],
     ) -> None:
         self._party, self._seat = group, group.seat
-        self._ask(list(parameters), method, lanes, grad_scaler, optimizer, options)
+        self._ask(listed(parameters), method, lanes, grad_scaler, optimizer, options)
         self._terms = self._checked()
         group.take_link(self)
         # A newcomer that compiles lets all others wait.
@@ -99,6 +94,7 @@ class MembershipLink(WatchingLink):
         """Check what the user asked for; return the digest of what all members must have in common."""
         parameters, method, count, options = self._asked
         check_lanes(count)
+        check_kinds(self.grad_scaler, self.optimizer)
         self._party.check_carried(self.optimizer)
         self.method, self.options = read_method(method), Options.of(options)
         named, reason = named_parameters(parameters), refusal(self.method)
