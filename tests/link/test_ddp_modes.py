@@ -264,6 +264,18 @@ def test_a_parameter_that_the_pass_before_did_not_use_tells_nothing_of_accumulat
     assert not used._backward_hooks
 
 
+def test_an_empty_parameter_tells_nothing_of_accumulation() -> None:
+    """All of its values are zeros."""
+    full, empty = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0))
+    accumulation = Accumulation(gw.method("signsgd"), {"full": full, "empty": empty})
+    (full.sum() + empty.sum()).backward()
+    accumulation.begin_anew()
+    (full.sum() + empty.sum()).backward()
+    with pytest.raises(gw.IncompatibleError, match="added gradients to the outcome"):
+        accumulation.refuse()
+    accumulation.end()
+
+
 def run_join_with_local_steps(spec: str) -> str:
     import torch.distributed as dist
 
@@ -284,6 +296,28 @@ def run_join_with_local_steps(spec: str) -> str:
 def test_join_beside_local_steps_is_refused_before_anybody_waits(three_ranks: Any, spec: str) -> None:
     for told in three_ranks(run_join_with_local_steps, spec):
         assert "leave out module.join(), and give all ranks the same number of batches" in told
+
+
+def run_after_join(spec: str) -> tuple[int, str]:
+    import torch.distributed as dist
+
+    ddp = DistributedDataParallel(layers())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with ddp.join():
+        for step in range(1 + dist.get_rank()):
+            square_loss(ddp, dist.get_rank(), step).backward()
+    link = gw.attach(ddp, spec)
+    for step in range(3):
+        square_loss(ddp, dist.get_rank(), step).backward()
+        optimizer.step()
+    link.close()
+    return link.round, digest(ddp.module)
+
+
+def test_local_steps_may_follow_a_join_that_has_ended(three_ranks: Any) -> None:
+    found = three_ranks(run_after_join, "LocalSGD(every=3)")
+    assert [rounds for rounds, _ in found] == [1] * 3
+    assert len({d for _, d in found}) == 1
 
 
 def run_lonely_vote() -> torch.Tensor:

@@ -67,6 +67,8 @@ class _Hooked:
         self.link = link
         # Not kept alive: the module holds this object through C++, which the garbage collector does not see.
         self.module = weakref.ref(module)
+        # DDP keeps the settings of a join that has ended.
+        self.join_before = getattr(module, "_join_config", None)
         self.names = {id(p): plain_name(name) for name, p in module.module.named_parameters()}
         self.exchanged = set(link._parameters)
 
@@ -106,12 +108,13 @@ def _heed_join(state: _Hooked) -> None:
     config = getattr(state.module(), "_join_config", None)
     if config is None or not config.enable:
         return
-    if state.link.method.traits.local_steps:
+    has_joined = torch._C._current_graph_task_id() == -1
+    if state.link.method.traits.local_steps and (has_joined or config is not state.join_before):
         raise IncompatibleError(
             f"{state.link.method!r} counts the optimizer's steps, which a rank that has run out of data does not take: "
             "leave out module.join(), and give all ranks the same number of batches"
         )
-    state.link._replicas.takes_part = torch._C._current_graph_task_id() != -1
+    state.link._replicas.takes_part = not has_joined
 
 
 def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
