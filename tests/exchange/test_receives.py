@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.exchange.drivers.transports import GlooTransport
-from gradwire.exchange.drivers.transports.receives import LOOKS, MISSES, RECURS, Receives
+from gradwire.exchange.drivers.transports.receives import LOOKS, MISSES, MOST_JOBS, RECURS, Receives
 from gradwire.exchange.ops import AllGather, AllToAll, Op, Reduce, SendRecv
 
 N, LARGE = 3, 1 << 16
@@ -188,6 +188,29 @@ def test_a_message_that_recurs_is_requested_when_the_one_before_has_been_read() 
     # After the last job, the next messages have been requested; nothing has been asked for twice.
     assert len(backend.posted) == 2 * RECURS + 4
     assert set(backend.posted) == {(9, 1, slot.tag), (9, 2, slot.tag)}
+
+
+@pytest.mark.parametrize("jobs", [LOOKS // 2, 2 * LOOKS, 5 * LOOKS + 3])
+def test_messages_of_a_round_of_many_jobs_are_requested_early(jobs: int) -> None:
+    """As of a large model: more jobs lie between two of one name than between two looks."""
+    receives, room = Receives(Noted(), N), torch.zeros((N, 9), dtype=torch.uint8)
+    for round in range(RECURS + 2):
+        early = 0
+        for job in range(jobs):
+            slot = receives.slot(f"job {job}", 9, "rows")
+            early += bool(slot._works)
+            slot.post([1], room)
+            slot.arrival(1).wait()
+            receives.end_job()
+        assert early == (jobs if round >= RECURS else 0)
+
+
+def test_a_slot_of_a_message_that_does_not_recur_is_forgotten() -> None:
+    receives, room = Receives(Noted(), N), torch.zeros((N, 9), dtype=torch.uint8)
+    for job in range(2 * MOST_JOBS):
+        receives.slot(f"job {job}", 9, "rows").post([1], room)
+        receives.end_job()
+    assert len(receives._slots) <= MOST_JOBS + LOOKS
 
 
 def test_only_what_recurs_is_requested_and_kept() -> None:

@@ -31,6 +31,9 @@ LOOKS = 64
 MISSES = 8
 """A slot is given up if it is not used for this many times the jobs between its last two uses."""
 
+MOST_JOBS = 1 << 12
+"""Most jobs of a round: after so many, a slot that was used once counts as one that does not recur. It holds no rows."""
+
 
 class Receives:
     """The receives of one backend.
@@ -106,7 +109,7 @@ class Slot:
         self._came: Counter[int] = Counter()
         self._left: Counter[int] = Counter()
         self._now: list[int] = []
-        self._job, self._interval = 0, 0
+        self._uses, self._job, self._interval = 0, 0, 0
 
     def post(self, sources: Iterable[int], room: torch.Tensor) -> torch.Tensor:
         """Post the receives of messages from some ranks, unless they have been; return the rows that they fill.
@@ -147,7 +150,7 @@ class Slot:
         Args:
             job: Number of the job that has ended.
         """
-        self._job, self._interval = job, job - (self._job or job)
+        self._uses, self._job, self._interval = self._uses + 1, job, job - (self._job or job)
         self._came.update(self._now)
         sources = [source for source in self._now if self._came[source] >= RECURS and source not in self._works]
         self._now = []
@@ -156,7 +159,8 @@ class Slot:
 
     def unused(self, job: int) -> bool:
         """Return True if no job up to this one has used this slot for a long time, by its own measure."""
-        return job - self._job >= max(LOOKS, MISSES * self._interval)
+        most = MOST_JOBS if self._uses < RECURS else max(LOOKS, MISSES * self._interval)
+        return job - self._job >= most
 
     def give_up(self) -> list[Any]:
         """End the receives that are posted here and at other ranks, with one byte each; return the operations.
