@@ -57,6 +57,18 @@ def test_bytes_are_those_of_a_cycle(spec: str) -> None:
     assert sent[-1] - sent[-1 - cycle.every] == counted
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("spec", ["LocalSGD(every=3)", "DiLoCo(every=2, inner=FP32())"])
+def test_differences_travel_in_float32_whatever_the_parameters_are(spec: str, dtype: torch.dtype) -> None:
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
+    modules = [{name: torch.nn.Parameter(tensor.clone()) for name, tensor in tensors.items()} for _ in range(4)]
+    link = gw.SimulatedLocalSteps([module.items() for module in modules], spec)
+    found = cycle_of(spec, tensors, 4, repeats=1)
+    for _ in range(found.every):
+        link.after_step()
+    assert found.sent_bytes * found.every == link.traffic(0).sent_bytes
+
+
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_of_factors_in_turn_a_cycle_has_the_mean(iterations: int) -> None:
     spec, workers = f"PowerGossip(iterations={iterations})", 3

@@ -153,6 +153,9 @@ class Planner:
             next((name for name in method.traits.kernels if name in CODERS), None) if not self.open_coders else None
         )
         self.parameters = {name: Parameter.of(name, tensor) for name, tensor in parameters.items()}
+        if method.traits.local_steps:
+            # What is exchanged, differences or parameters, is computed in float32.
+            self.parameters = {n: replace(p, dtype=torch.float32) for n, p in self.parameters.items()}
         self.dense = dense_names({n: p.numel for n, p in self.parameters.items()}, options, method)
         self._kernels: Kernels | None = None
         self.chosen: dict[str, int] = {}
