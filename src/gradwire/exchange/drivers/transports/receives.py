@@ -32,7 +32,7 @@ MISSES = 8
 """A slot is given up if it is not used for this many times the jobs between its last two uses."""
 
 MOST_JOBS = 1 << 12
-"""Most jobs of a round: after so many, a slot that was used once counts as one that does not recur. It holds no rows."""
+"""A slot that was used once, which holds no rows, is forgotten after this many jobs, more than a round has."""
 
 
 class Receives:
