@@ -159,6 +159,24 @@ def test_parameters_that_ddp_ignores_are_no_part_of_a_profile() -> None:
     assert {tensor.dtype for tensor in found.tensors().values()} == {torch.float64}
 
 
+def test_parameters_of_the_root_module_that_ddp_reduces_all_the_same_are_part_of_a_profile() -> None:
+    """DDP compares their names with a leading dot when it leaves out ignored ones."""
+
+    def make() -> nn.Module:
+        module = nn.Linear(8, 8)
+        module.inner = nn.Linear(8, 8)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias", "inner.weight"])
+        return module
+
+    def loss(module: nn.Module, step: int) -> torch.Tensor:
+        inner: nn.Linear = module.module.inner  # type: ignore[assignment,union-attr]
+        return (module(torch.ones(2, 8)) + inner.bias).sum()
+
+    found = profile_module("x", make, loss)
+    assert list(found.parameters) == ["weight", "bias", "inner.bias"]
+    assert {name for bucket in found.timeline.buckets for name in bucket.names} == set(found.parameters)
+
+
 def test_a_model_and_a_task_are_profiled_by_name() -> None:
     assert profile_name("lenet").numel == 431_080
     assert profile_name("digits").timeline.compute_s > 0

@@ -92,13 +92,14 @@ class Recorder:
             no step.
 
     Attributes:
-        ignored: Names of parameters that the module does not exchange.
+        reduced: Names of the parameters that the module reduces.
     """
 
     def __init__(self, module: Any, automatic: bool = False) -> None:
         inner: nn.Module = module.module
         self._names = {id(p): name for name, p in inner.named_parameters()}
-        self.ignored = frozenset(module.parameters_to_ignore)
+        # By identity: DDP goes on to reduce those parameters of the root module itself that it was told to ignore.
+        self.reduced = frozenset(self._names[id(p)] for p in module._build_params_for_reducer()[0])
         self._marks: list[float] = []
         self._buckets: list[tuple[float, tuple[str, ...], int]] = []
         self._steps: list[tuple[list[float], list[tuple[float, tuple[str, ...], int]]]] = []
@@ -206,8 +207,7 @@ class Profile:
             HyperparameterError: no step was measured, or not every parameter got a gradient.
         """
         timeline = recorder.timeline()
-        named = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
-        exchanged = {n: p for n, p in named if n not in recorder.ignored}
+        exchanged = {n: p for n, p in module.named_parameters() if n in recorder.reduced}
         shapes = {n: (tuple(p.shape), p.stride()) for n, p in exchanged.items()}
         dtypes = {n: p.dtype for n, p in exchanged.items() if p.dtype != torch.float32}
         if timeline is None:
