@@ -28,7 +28,8 @@ class Parameter:
     ``shape`` and ``stride`` describe the tensor; in a flat vector its elements are in *memory order*, which differs
     from the order of ``shape`` for ``channels_last`` parameters.
 
-    ``dtype`` is that of its gradient, which most methods convert to float32.
+    ``dtype`` is that of its gradient, which most methods convert to float32. For local steps it is float32, in which
+    they exchange parameters, or their differences.
     """
 
     name: str
