@@ -117,7 +117,7 @@ def test_rows_of_links_that_differ_or_fail_are_left_out_and_named_once(
     assert predict.cases_of(rows, said.append) == predict.cases_of(alike)
     (told,) = [line for line in said if line.startswith("left out, since links")]
     assert all(lab in told for lab in others)
-    # Also where a user hands rows to gradwire plan, which says nothing else.
+    # Also where a user hands rows to gradwire plan.
     path, said = tmp_path / "rows.jsonl", []
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     with pytest.raises(HyperparameterError, match="8 measured steps"):
@@ -126,7 +126,7 @@ def test_rows_of_links_that_differ_or_fail_are_left_out_and_named_once(
 
 
 def test_rows_of_methods_without_an_exchange_of_their_own_in_every_step_are_left_out_and_named(
-    no_kernels: list[tuple[Any, ...]],
+    no_kernels: list[tuple[Any, ...]], tmp_path: Path
 ) -> None:
     others = ["gradwire auto", "gradwire Auto(residuals=True)", "gradwire dpsgd", "gradwire diloco", "fsdp fp32"]
     rows = [row("lenet", 2, 1e9, variant, 0.1) for variant in ("compute", "gradwire terngrad", *others)]
@@ -134,6 +134,12 @@ def test_rows_of_methods_without_an_exchange_of_their_own_in_every_step_are_left
     assert [case.row["variant"] for case in predict.cases_of(rows, said.append)] == ["gradwire terngrad"]
     (told,) = [line for line in said if line.startswith("left out")]
     assert all(variant in told for variant in others)
+    # Also where a user hands rows to gradwire plan.
+    path, said = tmp_path / "rows.jsonl", []
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    with pytest.raises(HyperparameterError, match="1 measured step"):
+        predict.machine_of_rows(path, said.append)
+    assert said == [told]
 
 
 def test_what_the_model_cannot_know_is_left_out_and_ddp_is_the_method_that_equals_it(

@@ -74,8 +74,7 @@ def cases_of(
     Raises:
         RunError: a model and number of hosts has no timeline, or a damaged one.
     """
-    rows = [row for row in rows if compute_of(row) == "real"]
-    rows = of_every_step(of_one_link(rows, say), say)
+    rows = predictable(rows, say)
     timelines = _timelines(rows)
     exchanges: dict[tuple[str, int, str], ExchangeProfile] = {}
     cases = []
@@ -112,6 +111,12 @@ def cases_of(
             )
         )
     return cases
+
+
+def predictable(rows: Sequence[Row], say: Callable[[str], None]) -> list[Row]:
+    """Return the rows that :func:`cases_of` does not leave out, and those of its timelines."""
+    rows = [row for row in rows if compute_of(row) == "real"]
+    return of_every_step(of_one_link(rows, say), say)
 
 
 def of_one_link(rows: Sequence[Row], say: Callable[[str], None]) -> list[Row]:
@@ -306,7 +311,7 @@ def machine_of_rows(path: Path, say: Callable[[str], None] = lambda text: None) 
 
     Args:
         path: The file.
-        say: Called with a line if rows are left out; see :func:`of_one_link`.
+        say: Called with a line for each reason for which rows are left out; see :func:`cases_of`.
 
     Raises:
         UsageError: the file does not exist.
@@ -314,7 +319,5 @@ def machine_of_rows(path: Path, say: Callable[[str], None] = lambda text: None) 
     """
     if not path.is_file():
         raise UsageError(f"calibration {path} does not exist: measure rows with gradwire bench step --out {path}")
-    rows = read_rows(path)
-    of_one_link(rows, say)
-    observations = [case.observation for case in cases_of(rows)]
+    observations = [case.observation for case in cases_of(predictable(read_rows(path), say))]
     return calibrate(observations, f"{len(observations)} steps of {path.name}")
