@@ -225,6 +225,8 @@ def test_the_saving_is_told_as_times_less_and_bits_per_element() -> None:
     assert summary([Stub(), Stub()]).endswith(expected)
     Stub.dense_bytes = 5_000_000
     assert summary([Stub()]).endswith("sent 10.00 MB instead of 5.00 MB, 2.0 times more (64.00 bits per element)")
+    Stub.dense_bytes = 9_900_000
+    assert summary([Stub()]).endswith("sent 10.00 MB instead of 9.90 MB, about as much (32.32 bits per element)")
     row = {"loss": 1.0, "step_time_s": None, "bits_per_element": 64.0}
     assert metrics(row, None) == ["loss 1.000", "64.00 bits (x2.0 more)"]
     assert "built no DistributedDataParallel module" in summary([])
