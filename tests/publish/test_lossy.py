@@ -208,3 +208,24 @@ def test_a_staging_copy_follows_the_state(tmp_path: Path) -> None:
     publisher.publish(4)
     assert subscriber.update() == other.update() == 4
     assert same(served, follower)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_rounds_whose_patch_changes_nothing_are_followed_once(every: int, tmp_path: Path) -> None:
+    """The trainer waits: a low rank spreads what is left over all elements, too little to move one of them."""
+    generator = torch.Generator().manual_seed(0)
+    trained = {"w": (1 + 0.9 * torch.rand(256, 256, generator=generator)).bfloat16()}
+    publisher = gw.WeightPublisher(trained, tmp_path, lossy="powersgd")
+    subscriber = gw.WeightSubscriber(served := zeros(trained), tmp_path, lossy=True)
+    for step in range(16):
+        if step in (1, 8):
+            rows, columns = torch.randint(256, (2, 20), generator=generator)
+            trained["w"].view(torch.int16)[rows, columns] += 1
+        publisher.publish(step)
+        if step % every == 0:
+            assert subscriber.update() == step
+            assert [file.step for file in subscriber.applied] == list(range(max(0, step - every + 1), step + 1))
+            assert gw.WeightSubscriber(late := zeros(trained), tmp_path, lossy=True).update() == step
+            assert same(late, served)
+    stages = manifest(tmp_path).stages
+    assert {stage.states == stage.base_states for stage in stages if stage.kind == "patch"} == {False, True}

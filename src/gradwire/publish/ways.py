@@ -28,8 +28,11 @@ def shortest_way(held: Following, manifest: Manifest, refused: Collection[str], 
         PayloadError: no files lead there.
     """
     stages = [stage.of_parts(held.parts) for stage in manifest.stages]
-    latest, states = stages[-1].states, held.states
-    if states == latest and not full:
+    latest, states, run = stages[-1].states, held.states, held.run.hex() if held.run is not None else None
+    # A method counts its rounds: those whose patch changed nothing, too, and none of them twice.
+    counted = run == manifest.run and rests_on_rounds(manifest) and not held.recognised
+    later = [stage for stage in stages if not counted or stage.step > (held.step or 0)]
+    if states == latest and not full and not (counted and later):
         held.claim(bytes.fromhex(manifest.run), manifest.step)
         return ()
     ways = [
@@ -40,9 +43,9 @@ def shortest_way(held: Following, manifest: Manifest, refused: Collection[str], 
     # Without the patches before, what a method remembers of them is missing.
     lacking = held.recognised and rests_on_rounds(manifest)
     # Weights of another run may have the bytes of a step of this one; its patches are refused all the same.
-    foreign = held.run is not None and held.run.hex() != manifest.run
+    foreign = run not in (None, manifest.run)
     if states is not None and not full and not lacking and not foreign:
-        ways.append(_chain(stages, states, []))
+        ways.append(_chain(later, states, []))
     complete = [way for way in ways if way and way[-1].states == latest]
     if not complete:
         raise PayloadError(
