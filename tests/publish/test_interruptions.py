@@ -200,6 +200,19 @@ def test_tensors_that_were_given_another_type_are_refused_by_name(
     assert same(dict(served.named_parameters()), dict(trained.named_parameters()))
 
 
+def test_tensors_that_were_given_a_type_that_is_not_served_are_refused_by_name(tmp_path: Path) -> None:
+    trained, served = {"a": torch.ones(5)}, {"a": torch.zeros(5)}
+    gw.WeightPublisher(trained, tmp_path).publish(0)
+    subscriber = gw.WeightSubscriber(served, tmp_path)
+    subscriber.update()
+    served["a"].data = torch.zeros(5, dtype=torch.complex128)
+    with pytest.raises(gw.IncompatibleError, match=r"'a' is torch\.complex128, .* not supported"):
+        subscriber.update()
+    served["a"].data = torch.zeros(5)
+    assert subscriber.update() == 0
+    assert same(served, trained)
+
+
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
     first = {"a": torch.zeros(5), "b": torch.zeros(5)}
     save_file(first, tmp_path / "w.safetensors")

@@ -267,9 +267,10 @@ class WeightSubscriber:
             return
         others = True
         try:
-            others = live.take(
-                live.own() if self._module is None else local_of(named_tensors(self._module, sharded=True))
-            )
+            if self._module is None:
+                others = live.take(named_tensors(live.own()))
+            else:
+                others = live.take(local_of(named_tensors(self._module, sharded=True)))
         finally:
             if others:
                 # A relay must not serve what they hold as the weights of a step.
