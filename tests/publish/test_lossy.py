@@ -210,6 +210,22 @@ def test_a_staging_copy_follows_the_state(tmp_path: Path) -> None:
     assert same(served, follower)
 
 
+def test_rounds_begin_anew_after_each_patch_without_rounded_differences(tmp_path: Path) -> None:
+    """A step that is not finite is sent exactly; a relay cannot tell it from any other exact step."""
+    trained = {"w": torch.randn(3000, generator=torch.Generator().manual_seed(0))}
+    publisher = gw.WeightPublisher(trained, tmp_path / "a", lossy="diana")
+    relay = gw.WeightSubscriber(served := zeros(trained), tmp_path / "a", relay=tmp_path / "b", lossy=True)
+    for step in range(8):
+        if step in (4, 5):
+            trained["w"][7] = torch.inf if step == 4 else 0
+        publisher.publish(step)
+        assert relay.update() == step
+        assert gw.WeightSubscriber(late := zeros(trained), tmp_path / "b", lossy=True).update() == step
+        assert same(late, served)
+        trained["w"] += torch.randn(3000, generator=torch.Generator().manual_seed(step))
+    assert [stage.step for stage in manifest(tmp_path / "b").stages if stage.kind == "anchor"] == [0, 4]
+
+
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_rounds_whose_patch_changes_nothing_are_followed_once(every: int, tmp_path: Path) -> None:
     """The trainer waits: a low rank spreads what is left over all elements, too little to move one of them."""

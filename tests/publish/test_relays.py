@@ -13,6 +13,7 @@ import torch.distributed as dist
 from weight_cases import copies, manifest, nudge, same, weights, zeros
 
 import gradwire as gw
+from gradwire.publish.lossy import lossy_spec
 from gradwire.publish.manifest import Manifest
 from gradwire.publish.stores import StorePlace
 from ranks import Ranks
@@ -326,6 +327,68 @@ def test_ranks_that_lose_their_weights_begin_where_the_rounds_of_a_method_do(
     source, first, second = three_ranks(follow_rounds_in_a_group, str(tmp_path), 18)
     assert source == first == [*range(5), *range(9, 18)]
     assert second == [*range(5), *range(9, 14), None, *range(15, 18)]
+
+
+class Crash(BaseException):
+    """Ends a relay, as a kill does: nothing behind it runs."""
+
+
+def crash(*_: object) -> None:
+    raise Crash
+
+
+def follow_behind_groups(folder: str, lossy: str | None, steps: int) -> list[Any]:
+    """Rank 0 publishes to rank 1, which relays to rank 2, which relays to a folder, and is killed and restarted.
+
+    Returns:
+        For each step, what three readers of the folder are at, and whether they hold what rank 2 does: one that has
+        followed from the start, one that begins now, and one that was restarted at step 15 with the weights of the
+        first. Last, the method in the folder's manifest, and the steps of its anchors.
+    """
+    trained, rank = {"w": torch.randn(3000, generator=torch.Generator().manual_seed(0))}, dist.get_rank()
+    first, second = (dist.new_group([low, low + 1]) for low in (0, 1))
+    where, relay = (first, second) if rank == 1 else (second, folder)
+    publisher = gw.WeightPublisher(trained, first, 12, lossy=lossy) if rank == 0 else None
+    served, early, found = zeros(trained), zeros(trained), list[Any]()
+    subscriber = None if publisher else gw.WeightSubscriber(served, where, relay=relay, lossy=True)
+    readers = [(early, gw.WeightSubscriber(early, folder, lossy=True))]
+    for step in range(steps):
+        if publisher is not None:
+            publisher.publish(step)
+        elif subscriber is not None and rank == 2 and step == 5:
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(os, "replace", crash)
+                with pytest.raises(Crash):
+                    subscriber.update()
+            served = zeros(trained)
+            subscriber = gw.WeightSubscriber(served, where, relay=relay, lossy=True)
+        elif subscriber is not None:
+            assert subscriber.update() == step
+        if rank == 2 and step != 5:
+            late = zeros(trained)
+            rows = [*readers, (late, gw.WeightSubscriber(late, folder, lossy=True))]
+            found.append([(reader.update(), same(tensors, served)) for tensors, reader in rows])
+            assert lossy or same(served, trained)
+        if step == 15:
+            again = copies(early)
+            readers.append((again, gw.WeightSubscriber(again, folder, lossy=True)))
+        trained["w"] += torch.randn(3000, generator=torch.Generator().manual_seed(step))
+    if rank != 2:
+        return found
+    listed = manifest(Path(folder))
+    return [*found, (listed.lossy, [stage.step for stage in listed.stages if stage.kind == "anchor"])]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lossy", [None, "qsgdinf", "diana"])
+def test_late_readers_behind_process_groups_hold_what_early_ones_do(
+    lossy: str | None, three_ranks: Ranks, tmp_path: Path
+) -> None:
+    *found, (told, anchors) = three_ranks(follow_behind_groups, str(tmp_path / "weights"), lossy, 30)[2]
+    assert found == [[(step, True)] * (2 + (step > 15)) for step in range(30) if step != 5]
+    assert told == (lossy_spec(lossy) if lossy else "")
+    # The publisher's exact steps.
+    assert lossy != "diana" or anchors == [12, 24]
 
 
 def follow_many_patches_in_a_group(folder: str) -> tuple[int | None, list[str]]:

@@ -12,7 +12,7 @@ from gradwire.publish.bases import CopiedBase, Run, SummedBase
 from gradwire.publish.boxes import TensorPiece
 from gradwire.publish.changes import encode_changes
 from gradwire.publish.chunks import CHUNK_ELEMENTS, EncodedChunk, Read, in_parallel, sums_of, total_sums
-from gradwire.publish.container import ANCHOR, CODED, NO_STEP, PATCH, ChunkRow, Octets, PatchHead, chunk_row
+from gradwire.publish.container import ANCHOR, CODED, LOSSY, NO_STEP, PATCH, ChunkRow, Octets, PatchHead, chunk_row
 from gradwire.publish.layout import BlockSpan, Layout
 from gradwire.publish.manifest import PublishedFile
 from gradwire.publish.weights import Readable
@@ -135,9 +135,10 @@ class StepEncoder:
                 chunk = rounding.encode(layout, spans, old, weights.read, self.run, step)
             return [] if chunk is None else [(run, chunk)]
 
-        if rounding is not None and exact:
-            rounding.reset()
         encoded = [item for items in in_parallel(encode, self._runs, self._threads) for item in items]
+        if rounding is not None and all(chunk.kind != LOSSY for _, chunk in encoded):
+            # Readers can begin after any patch that is exact, and only its bytes tell them that it is.
+            rounding.reset()
         found = in_parallel(lambda item: _described(*item), encoded, self._threads)
         before = layout.state(self.sums)
         self.sums = total_sums(self.sums, [chunk.sums for _, chunk, _ in found])

@@ -71,6 +71,11 @@ class Following:
         return any(held.recognised for held in self.parts.values())
 
     @property
+    def exact(self) -> bool:
+        """Whether the files that led to the weights have no rounded differences."""
+        return all(held.exact for held in self.parts.values())
+
+    @property
     def only(self) -> HeldWeights:
         """The only part.
 

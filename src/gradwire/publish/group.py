@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gradwire.errors import ExchangeError, PayloadError
 from gradwire.publish.container import Octets, view_of
+from gradwire.publish.manifest import MAX_SPEC
 
 SOURCE = 0
 """Rank that publishes, in the group."""
@@ -31,7 +32,8 @@ class GroupChannel:
 
     Each :meth:`~gradwire.WeightPublisher.publish` of the group's rank 0 meets one
     :meth:`~gradwire.WeightSubscriber.update` of every other rank. First the ranks agree whether one of them needs an
-    anchor; then rank 0 broadcasts the length of the file, and the file.
+    anchor; then rank 0 broadcasts the number of files, the method that patches may round differences by, and each
+    file behind its length.
 
     Args:
         group: The process group, on a backend that serves CPU tensors.
@@ -66,7 +68,7 @@ class GroupChannel:
             if not self._passed and self.is_source:
                 self.send([])
             elif not self._passed:
-                for _ in self.receive(most_bytes):
+                for _ in self.receive(most_bytes)[1]:
                     pass
             raise
 
@@ -78,18 +80,22 @@ class GroupChannel:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
-    def send(self, files: Sequence[Sequence[Octets | bytes]]) -> None:
-        """Broadcast files, each in pieces."""
+    def send(self, files: Sequence[Sequence[Octets | bytes]], lossy: str = "") -> None:
+        """Broadcast files, each in pieces, of a run that rounds differences by a method of this spec; "": by none."""
         self._passed = True
-        self._broadcast(torch.tensor([len(files)], device="cpu"))
+        self._broadcast(torch.tensor([len(files), len(lossy)], device="cpu"))
+        if lossy:
+            self._broadcast(torch.frombuffer(bytearray(lossy, "ascii"), dtype=torch.uint8))
         for pieces in files:
             whole = torch.from_numpy(np.concatenate([np.frombuffer(view_of(piece), np.uint8) for piece in pieces]))
             self._broadcast(torch.tensor([len(whole)], device="cpu"))
             for begin in range(0, len(whole), _PART_BYTES):
                 self._broadcast(whole[begin : begin + _PART_BYTES])
 
-    def receive(self, most_bytes: int) -> Iterator[Octets]:
-        """Receive the files that rank 0 broadcasts, one after the other; all are to be taken, also unwanted ones.
+    def receive(self, most_bytes: int) -> tuple[str, Iterator[Octets]]:
+        """Receive what rank 0 broadcasts: the spec of the method, and the files, one after the other.
+
+        All files are to be taken, also unwanted ones.
 
         Args:
             most_bytes: Most bytes of a file.
@@ -98,8 +104,16 @@ class GroupChannel:
             PayloadError: it announces a file of more bytes.
         """
         self._passed = True
-        for _ in range(self._count("files", MOST_FILES)):
-            whole = torch.empty(self._count("bytes", most_bytes), dtype=torch.uint8, device="cpu")
+        count, length = self._counts({"files": MOST_FILES, "characters of a method": MAX_SPEC})
+        lossy = torch.empty(length, dtype=torch.uint8, device="cpu")
+        if length:
+            self._broadcast(lossy)
+        return lossy.numpy().tobytes().decode("ascii", "replace"), self._files(count, most_bytes)
+
+    def _files(self, count: int, most_bytes: int) -> Iterator[Octets]:
+        for _ in range(count):
+            (length,) = self._counts({"bytes": most_bytes})
+            whole = torch.empty(length, dtype=torch.uint8, device="cpu")
             for begin in range(0, len(whole), _PART_BYTES):
                 self._broadcast(whole[begin : begin + _PART_BYTES])
             yield whole.numpy()
@@ -108,12 +122,14 @@ class GroupChannel:
         with _calls():
             dist.broadcast(data, self._source, group=self._group)
 
-    def _count(self, what: str, most: int) -> int:
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._broadcast(length)
-        if not 0 <= int(length) <= most:
-            raise PayloadError(f"rank {SOURCE} announces {int(length)} {what}, more than {most}")
-        return int(length)
+    def _counts(self, most: Mapping[str, int]) -> list[int]:
+        counts = torch.zeros(len(most), dtype=torch.int64, device="cpu")
+        self._broadcast(counts)
+        found: list[int] = counts.tolist()
+        for count, (what, limit) in zip(found, most.items()):
+            if not 0 <= count <= limit:
+                raise PayloadError(f"rank {SOURCE} announces {count} {what}, more than {limit}")
+        return found
 
 
 @contextlib.contextmanager

@@ -50,6 +50,8 @@ class HeldWeights:
         step: Step of the weights, if it is known.
         sums: Sum of words of each tensor, if it is known.
         recognised: Whether the weights are known by their sums alone, and not by the files that led to them.
+        exact: Whether the file that led to the weights has no rounded differences. Readers can begin with such weights,
+            whatever the method remembers.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class HeldWeights:
         self.weights = weights
         self.lossy = lossy
         self.selected = selected
-        self._private, self._verified, self.recognised = private, False, False
+        self._private, self._verified, self.recognised, self.exact = private, False, False, False
         self._states: States = {}
         self.run: bytes | None = None
         self.step: int | None = None
@@ -82,7 +84,7 @@ class HeldWeights:
 
     def forget(self) -> None:
         """Trust what is known no longer."""
-        self._verified = False
+        self._verified = self.exact = False
         self._states = {}
         self.run = self.step = self.sums = None
 
@@ -90,6 +92,7 @@ class HeldWeights:
         """Take over what is known of other weights with the same bytes."""
         self.forget()
         self.run, self.step, self.sums, self.recognised = other.run, other.step, other.sums, True
+        self.exact = other.exact
 
     def identify(self, threads: int) -> None:
         """Sum up the weights: they may be those of a published step already."""
@@ -143,7 +146,7 @@ class HeldWeights:
 
         if head.kind == ANCHOR and (self._private or self.weights.hidden):
             return lambda: self._fill(head, layout, decode, numbers, threads)
-        file, rounded = self.weights, any(chunk.kind == LOSSY for chunk in head.chunks)
+        file, rounded = self.weights, _rounds(head)
         if isinstance(file, FollowingFile) and head.kind != ANCHOR and not file.is_open and not rounded:
             return lambda: self._rewrite(file, head, layout, decode, numbers, threads)
         if self._verified and head.kind != ANCHOR:
@@ -175,7 +178,7 @@ class HeldWeights:
         """Know the weights by the file that has been written."""
         self.run, self.step, self.sums = head.run, head.step, head.sums
         self._states = {} if head.kind == ANCHOR else states
-        self._verified, self.recognised = verified, False
+        self._verified, self.recognised, self.exact = verified, False, not _rounds(head)
 
     def settle(self) -> None:
         """Make what was written the weights, unless writing was interrupted."""
@@ -256,7 +259,8 @@ class HeldWeights:
         threads: int,
     ) -> None:
         """Check and write a patch chunk by chunk, where nobody sees it yet; if it is refused, drop what was written."""
-        run, step, sums, states, recognised = self.run, self.step, self.sums or (), self._states, self.recognised
+        run, step, sums, states = self.run, self.step, self.sums or (), self._states
+        recognised, exact = self.recognised, self.exact
         file.open(layout, head.step)
         self.forget()
 
@@ -275,7 +279,8 @@ class HeldWeights:
         except PayloadError as error:
             file.abandon()
             if not isinstance(error, _OtherBaseError):
-                self.run, self.step, self.sums, self._states, self.recognised = run, step, sums, states, recognised
+                self.run, self.step, self.sums, self._states = run, step, sums, states
+                self.recognised, self.exact = recognised, exact
             raise
         self._learn(head, states, False)
 
@@ -347,6 +352,11 @@ class HeldWeights:
 
 class _OtherBaseError(PayloadError):
     """Weights are not those that they were after the last update."""
+
+
+def _rounds(head: PatchHead) -> bool:
+    """Return whether a file has rounded differences."""
+    return any(chunk.kind == LOSSY for chunk in head.chunks)
 
 
 def _whole(chunk: Decoded) -> WholeChunk:

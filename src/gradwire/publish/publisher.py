@@ -233,7 +233,7 @@ class WeightPublisher:
         if self._channel is not None:
             file = anchor or patch
             if file is not None:
-                self._channel.send([file[1]])
+                self._channel.send([file[1]], self._manifest.lossy)
             totals = [patch[0].nbytes if patch else 0, anchor[0].nbytes if anchor else 0, changed]
         else:
             # If anchors alone cannot be sent, no patch may follow them.

@@ -27,9 +27,9 @@ class PlaceRelay:
 
     Patches are passed on as they came. Anchors need not come: they are encoded from the weights at hand, at the steps
     at which the publisher has one, where the place has no files that lead to the first patch, and after as many patches
-    as the weights have bytes. If patches are rounded by a method that remembers what it sent, readers can begin at the
-    publisher's anchors alone, and only these steps have one here. What comes a second time, since this process was
-    restarted or the weights were fetched anew, is in the place already, and is left out.
+    as the weights have bytes. If patches are rounded by a method that remembers what it sent, readers can begin after
+    exact patches alone, and only these have one here. What comes a second time, since this process was restarted or the
+    weights were fetched anew, is in the place already, and is left out.
 
     Args:
         place: The place.
@@ -57,7 +57,7 @@ class PlaceRelay:
         latest = self._latest()
         if latest is not None and _place_of(stage) <= _place_of(latest):
             return
-        may_begin = _may_begin(source, stage.step)
+        may_begin = _may_begin(source, held)
         if stage.kind == "patch" and (latest is None or stage.base_states != latest.states):
             # Nothing here leads to the patch: begin with the weights that it led to.
             if may_begin:
@@ -113,7 +113,7 @@ class PlaceRelay:
             # The publisher has gone back, such as to a copy of its place: what it published since is of no use.
             self._begin(source)
             latest = None
-        if (latest is None or latest.states != held.states) and _may_begin(source, step):
+        if (latest is None or latest.states != held.states) and _may_begin(source, held):
             self.anchor(held)
 
     def _is_of_another_run(self, source: Manifest) -> bool:
@@ -151,14 +151,14 @@ class PlaceRelay:
         return patches >= _MOST_PATCHES or nbytes > source.nbytes
 
 
-def _is_anchored(source: Manifest, step: int) -> bool:
+def _is_anchored(source: Manifest, step: int | None) -> bool:
     """Return whether the publisher has an anchor of a step."""
     return any(stage.kind == "anchor" and stage.step == step for stage in source.stages)
 
 
-def _may_begin(source: Manifest, step: int) -> bool:
-    """Return whether readers can follow on an anchor of a step: rounds of a method begin at the publisher's own."""
-    return not rests_on_rounds(source) or _is_anchored(source, step)
+def _may_begin(source: Manifest, held: Following) -> bool:
+    """Return whether readers can follow on an anchor of the weights at hand: rounds begin anew after exact patches."""
+    return not rests_on_rounds(source) or held.exact or _is_anchored(source, held.step)
 
 
 def _place_of(stage: StepFiles) -> tuple[int, bool]:
@@ -183,7 +183,7 @@ class GroupRelay:
         self._channel, self._threads = channel, threads
         self._pending: list[Sequence[Octets | bytes]] = []
         self._waiting = 0
-        # Where rounds of a method begin at the publisher's anchors: the last one and all patches since.
+        # Where a method remembers its rounds: an anchor of exact weights, and all patches since.
         self._since_anchor: list[Sequence[Octets | bytes]] = []
 
     def add(self, source: Manifest, held: Following, stage: StepFiles, data: Files) -> None:
@@ -196,7 +196,7 @@ class GroupRelay:
             self._since_anchor = []
         elif stage.kind == "anchor":
             self._since_anchor = list(data)
-        elif _is_anchored(source, stage.step):
+        elif held.exact and stage.states != stage.base_states:
             # The weights change before they are broadcast: what waits is a copy.
             self._since_anchor = [[bytes(piece) for piece in pieces] for pieces in self._anchor(held)]
         elif self._since_anchor:
@@ -210,7 +210,7 @@ class GroupRelay:
             if whole or self._waiting > (source.nbytes if source else 0) or len(files) > MOST_FILES:
                 files = self._since_anchor if 0 < len(self._since_anchor) <= MOST_FILES else self._anchor(held)
             self._pending, self._waiting = [], 0
-            self._channel.send(files)
+            self._channel.send(files, source.lossy if source else "")
 
     def _anchor(self, held: Following) -> list[Sequence[Octets | bytes]]:
         """Encode the weights at hand as an anchor, if they are of a known step."""

@@ -291,16 +291,21 @@ class WeightSubscriber:
         if layout is None:
             raise IncompatibleError("weights in files follow a folder, a URL or a store, not a process group")
         channel.wants_anchor(full or held.sums is None)
-        files = channel.receive(_most_bytes(layout))
+        lossy, files = channel.receive(_most_bytes(layout))
         try:
-            self._write_received(files, following, layout, applied)
+            self._write_received(files, lossy, following, layout, applied)
         finally:
             # What rank 0 has announced it sends, also if a file before was refused.
             for _ in files:
                 pass
 
     def _write_received(
-        self, files: Iterable[Octets], following: Following, layout: Layout, applied: list[AppliedFile]
+        self,
+        files: Iterable[Octets],
+        lossy: str,
+        following: Following,
+        layout: Layout,
+        applied: list[AppliedFile],
     ) -> None:
         held, began = following.only, time.perf_counter()
         for data in files:
@@ -320,9 +325,9 @@ class WeightSubscriber:
             now = time.perf_counter()
             applied.append(AppliedFile(head.name, head.step, head.nbytes, head.changed, fetched - began, now - fetched))
             began = now
+            stage, parts = StepFiles((PublishedFile.of(head),)), (head.layout.hex(),)
+            self._source = Manifest(head.run.hex(), parts, layout.nbytes, stage.files, lossy=lossy)
             if self._relay is not None:
-                stage = StepFiles((PublishedFile.of(head),))
-                self._source = Manifest(head.run.hex(), (head.layout.hex(),), layout.nbytes, stage.files)
                 self._relay.add(self._source, following, stage, [[data]])
 
     def _follow(self, place: Place, held: Following, full: bool, applied: list[AppliedFile]) -> None:
