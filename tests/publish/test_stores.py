@@ -16,6 +16,7 @@ from weight_cases import copies, nudge, same, weights, zeros
 
 import gradwire as gw
 from gradwire.publish.container import Octets
+from gradwire.publish.encoder import FilePieces
 from gradwire.publish.manifest import MANIFEST
 from gradwire.publish.stores import FolderPlace, Place, StorePlace, UrlPlace, open_place
 from ranks import Ranks
@@ -152,6 +153,7 @@ def broadcast(steps: int) -> list[tuple[int | None, bool]]:
         for step in range(steps):
             publication = publisher.publish(step)
             found.append((step, publication.anchor_bytes > 0))
+            assert (publication.anchor_bytes > 0) != (publication.patch_bytes > 0)
             nudge(trained, step)
         return found
     served = zeros(trained)
@@ -359,14 +361,43 @@ def test_errors_of_pieces_that_are_encoded_while_they_are_written_stay_as_they_a
         UrlPlace(url).write("a.gww", Pieces())
 
 
+def swap_and_follow(_: object) -> list[tuple[int | None, str, bool]]:
+    """Both readers follow in staging copies for two steps, and then by themselves."""
+    trained, group, found = weights(), dist.group.WORLD, list[tuple[int | None, str, bool]]()
+    publisher = gw.WeightPublisher(trained, group, lossy="diana") if dist.get_rank() == 0 else None
+    served = zeros(trained)
+    subscriber = None if publisher else gw.WeightSubscriber(served, group, lossy=True)
+    kept = zeros(trained)
+    for step in range(6):
+        if publisher is not None:
+            publisher.publish(step)
+        elif subscriber is not None:
+            into = "staging" if step < 3 else None
+            found.append((subscriber.update(into), subscriber.applied[0].name.split()[0], same(served, kept)))
+            if into:
+                subscriber.swap()
+            kept = copies(served)
+        nudge(trained, step)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_reader_that_has_swapped_begins_with_an_anchor_in_a_process_group(three_ranks: Ranks) -> None:
+    """Its tensors have not seen the patches themselves, and lack what the method remembers."""
+    _, *readers = three_ranks(swap_and_follow, None)
+    kinds = ["anchor", "patch", "patch", "anchor", "patch", "patch"]
+    for found in readers:
+        assert found == [(step, kind, step < 3) for step, kind in enumerate(kinds)]
+
+
 def follow_after_errors(_: object) -> list[tuple[int | None, bool]]:
-    """Rank 0 cannot encode step 1, and not read step 2; at step 4 rank 1 has a tensor of another type."""
+    """Rank 0 cannot encode step 1, not read step 2 and not join step 6; rank 1 has another type of tensor at step 4."""
     trained, group, rank = weights(), dist.group.WORLD, dist.get_rank()
     publisher = gw.WeightPublisher(trained, group) if rank == 0 else None
     served = zeros(trained)
     subscriber = None if publisher else gw.WeightSubscriber(served, group)
     found: list[tuple[int | None, bool]] = []
-    for step in range(6):
+    for step in range(8):
         if subscriber is not None and rank == 1 and step == 4:
             bias = served["layer.bias"]
             bias.data = bias.data.double()
@@ -375,9 +406,9 @@ def follow_after_errors(_: object) -> list[tuple[int | None, bool]]:
             bias.data = bias.data.bfloat16()
         elif subscriber is not None:
             found.append((subscriber.update(), same(served, trained)))
-        elif publisher is not None and step == 1:
+        elif publisher is not None and step in (1, 6):
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(publisher, "_encode", _no_memory)
+                patched.setattr(publisher, "_encode", _no_memory if step == 1 else _no_memory_later)
                 with pytest.raises(MemoryError):
                     publisher.publish(step)
         elif publisher is not None and step == 2:
@@ -389,13 +420,18 @@ def follow_after_errors(_: object) -> list[tuple[int | None, bool]]:
     return found
 
 
-def _no_memory(*_: object) -> None:
+def _no_memory(*_: object) -> Any:
     raise MemoryError
+
+
+def _no_memory_later(*_: object) -> tuple[None, tuple[None, FilePieces], int]:
+    """Return an anchor of which a piece cannot be made, which is asked for when it is sent."""
+    return None, (None, FilePieces([b"", _no_memory])), 0
 
 
 @pytest.mark.ranks
 def test_a_group_goes_on_after_a_step_that_failed_on_one_rank(three_ranks: Ranks) -> None:
     source, first, second = three_ranks(follow_after_errors, None)
-    assert source == [(0, True), (3, True), (4, True), (5, True)]
-    assert first == [(0, True), (0, False), (0, False), (3, True), (5, True)]
-    assert second == [(0, True), (0, False), (0, False), (3, True), (4, True), (5, True)]
+    assert source == [(0, True), (3, True), (4, True), (5, True), (7, True)]
+    assert first == [(0, True), (0, False), (0, False), (3, True), (5, True), (5, False), (7, True)]
+    assert second == [(0, True), (0, False), (0, False), (3, True), (4, True), (5, True), (5, False), (7, True)]

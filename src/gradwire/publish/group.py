@@ -82,12 +82,13 @@ class GroupChannel:
 
     def send(self, files: Sequence[Sequence[Octets | bytes]], lossy: str = "") -> None:
         """Broadcast files, each in pieces, of a run that rounds differences by a method of this spec; "": by none."""
+        # Some pieces are made when they are asked for, which can fail: nothing has been announced by then.
+        wholes = [_joined(pieces) for pieces in files]
         self._passed = True
-        self._broadcast(torch.tensor([len(files), len(lossy)], device="cpu"))
+        self._broadcast(torch.tensor([len(wholes), len(lossy)], device="cpu"))
         if lossy:
             self._broadcast(torch.frombuffer(bytearray(lossy, "ascii"), dtype=torch.uint8))
-        for pieces in files:
-            whole = torch.from_numpy(np.concatenate([np.frombuffer(view_of(piece), np.uint8) for piece in pieces]))
+        for whole in wholes:
             self._broadcast(torch.tensor([len(whole)], device="cpu"))
             for begin in range(0, len(whole), _PART_BYTES):
                 self._broadcast(whole[begin : begin + _PART_BYTES])
@@ -130,6 +131,13 @@ class GroupChannel:
             if not 0 <= count <= limit:
                 raise PayloadError(f"rank {SOURCE} announces {count} {what}, more than {limit}")
         return found
+
+
+def _joined(pieces: Sequence[Octets | bytes]) -> torch.Tensor:
+    """Return the bytes of a file; those of one piece are not copied."""
+    views = [np.frombuffer(view_of(piece), np.uint8) for piece in pieces]
+    one = len(views) == 1 and views[0].flags.writeable
+    return torch.from_numpy(views[0] if one else np.concatenate(views))
 
 
 @contextlib.contextmanager

@@ -231,6 +231,8 @@ class WeightPublisher:
         if chained:
             self._step, self._changed = step, changed
         if self._channel is not None:
+            # One file leads all ranks to this step.
+            patch = None if anchor else patch
             file = anchor or patch
             if file is not None:
                 self._channel.send([file[1]], self._manifest.lossy)
