@@ -85,7 +85,7 @@ def seconds_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
             for stage, line in zip(stages, lines, strict=True)
         )
 
-    def jobs_of(planner: Any, buckets: Any, workers: int, repeats: int) -> tuple[BucketJobs, ...]:
+    def jobs_of(planner: Any, buckets: Any, workers: int, repeats: int, _: Any = None) -> tuple[BucketJobs, ...]:
         spec = repr(planner.method)
         known = methods[spec]["workers"][str(workers)]
         jobs = []

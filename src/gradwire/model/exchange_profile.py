@@ -13,6 +13,7 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.network_cost import Delays
 from gradwire.exchange.planning import Options, Planner, exchanged
 from gradwire.methods.spec import method as read_method
+from gradwire.model.gradients import Quantiles, drawn
 from gradwire.model.profile import ReadyBucket
 
 
@@ -69,6 +70,7 @@ def exchange_of(
     options: Options | None = None,
     repeats: int = 5,
     lanes: int = LANES,
+    quantiles: Quantiles | None = None,
 ) -> ExchangeProfile:
     """Plan and profile every bucket on this machine.
 
@@ -76,6 +78,8 @@ def exchange_of(
         parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
         buckets: Buckets in DDP's layout.
         lanes: Number of lanes, with which delays are counted; DDP alone has one.
+        quantiles: Quantiles of the gradients' values (:func:`gradwire.model.gradients.quantiles`), on which the bytes
+            of entropy coders depend; normal values if they are not known.
 
     Raises:
         IncompatibleError: the method has local steps, cannot serve that many ranks, or does not allow an option.
@@ -89,28 +93,37 @@ def exchange_of(
     planner = Planner(chosen, parameters, world_size, options or Options())
     planner.compile()
     delays = planner.delays([bucket.names for bucket in buckets], lanes)
-    return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats), delays)
+    return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats, quantiles), delays)
 
 
-def jobs_of(planner: Planner, buckets: Sequence[ReadyBucket], world_size: int, repeats: int) -> tuple[BucketJobs, ...]:
+def jobs_of(
+    planner: Planner,
+    buckets: Sequence[ReadyBucket],
+    world_size: int,
+    repeats: int,
+    quantiles: Quantiles | None = None,
+) -> tuple[BucketJobs, ...]:
     """Plan and profile buckets of a planner's parameters on this machine.
 
     If they hold all parameters and a link would join them, all jobs are those of the last one.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def jobs(names: Sequence[str], numel: int) -> BucketJobs:
+    def jobs(names: Sequence[str]) -> BucketJobs:
         plan = planner.plan(names, 0)
-        flat = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
+        numel = {name: planner.parameters[name].numel for name in names}
+        flat = drawn(numel, quantiles or {}, generator).to(plan.dtype)
         link, period = planner.options.link_cost, planner.method.traits.period
-        prepare, chunks = profile_locally(plan, flat.to(plan.dtype), world_size, repeats, link=link, period=period)
+        prepare, chunks = profile_locally(
+            plan, flat, world_size, repeats, link=link, period=period, sizes=tuple(numel.values())
+        )
         return BucketJobs(tuple(prepare), tuple(tuple(c) for c in chunks), plan.asynchronous)
 
     order = planner.step_order()
     if planner.joins_buckets and {name for bucket in buckets for name in bucket.names} == set(order):
         nothing = BucketJobs((), (), asynchronous=False)
-        return (nothing,) * (len(buckets) - 1) + (jobs(order, sum(bucket.numel for bucket in buckets)),)
-    return tuple(jobs(bucket.names, bucket.numel) for bucket in buckets)
+        return (nothing,) * (len(buckets) - 1) + (jobs(order),)
+    return tuple(jobs(bucket.names) for bucket in buckets)
 
 
 def nothing_but_the_sum(exchange: ExchangeProfile) -> ExchangeProfile:

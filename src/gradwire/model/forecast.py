@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, cast
@@ -19,7 +19,7 @@ from gradwire.methods.spec import method as read_method
 from gradwire.model.cycle import Cycle, cycle_of, cycle_time
 from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, nothing_but_the_sum
 from gradwire.model.machine import LinkModel, Machine
-from gradwire.model.profile import Profile, ReadyBucket, Timeline
+from gradwire.model.profile import Profile, Timeline
 from gradwire.model.schedule import Load, Steps, step_time
 from gradwire.model.server import ServerProfile, server_of, server_time
 
@@ -153,7 +153,7 @@ def forecast(
             its = replace(its, link_cost=cost)
         if (spec, n, cost) not in known:
             try:
-                known[spec, n, cost] = _rehearse(spec, tensors, profile.timeline.buckets, n, its, repeats)
+                known[spec, n, cost] = _rehearse(spec, profile, n, its, repeats)
             except GradwireError as error:
                 known[spec, n, cost] = str(error)
         one = known[spec, n, cost]
@@ -188,19 +188,14 @@ def forecast(
 
 
 def _rehearse(
-    spec: str,
-    tensors: Mapping[str, torch.Tensor],
-    buckets: Sequence[ReadyBucket],
-    workers: int,
-    options: Options,
-    repeats: int,
+    spec: str, profile: Profile, workers: int, options: Options, repeats: int
 ) -> ExchangeProfile | Cycle | ServerProfile:
-    traits = read_method(spec).traits
+    traits, tensors, buckets = read_method(spec).traits, profile.tensors(), profile.timeline.buckets
     if traits.at_own_pace:
         return server_of(spec, tensors, buckets, workers, repeats=repeats)
     if traits.local_steps:
         return cycle_of(spec, tensors, workers, options, repeats=repeats)
-    return exchange_of(spec, tensors, buckets, workers, options, repeats=repeats)
+    return exchange_of(spec, tensors, buckets, workers, options, repeats=repeats, quantiles=profile.quantiles)
 
 
 def _message_cost(link: LinkModel, world_size: int, machine: Machine, load: Load) -> LinkCost:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gradwire.errors import HyperparameterError
+from gradwire.model.gradients import INTERVALS, quantiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,7 @@ class Recorder:
 
     Attributes:
         reduced: Names of the parameters that the module reduces.
+        quantiles: Quantiles of the values of their gradients, by name, in the first step.
     """
 
     def __init__(self, module: Any, automatic: bool = False) -> None:
@@ -100,6 +102,7 @@ class Recorder:
         self._names = {id(p): name for name, p in inner.named_parameters()}
         # By identity: DDP goes on to reduce those parameters of the root module itself that it was told to ignore.
         self.reduced = frozenset(self._names[id(p)] for p in module._build_params_for_reducer()[0])
+        self.quantiles: dict[str, tuple[float, ...]] = {}
         self._marks: list[float] = []
         self._buckets: list[tuple[float, tuple[str, ...], int]] = []
         self._steps: list[tuple[list[float], list[tuple[float, tuple[str, ...], int]]]] = []
@@ -129,6 +132,10 @@ class Recorder:
     def _hook(self, state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations with types
         names = tuple(self._names[id(p)] for p in bucket.parameters())
         self._buckets.append((time.perf_counter(), names, bucket.buffer().numel()))
+        for name, gradient in zip(names, bucket.gradients()):
+            # Once, since it takes longer than some steps.
+            if name not in self.quantiles:
+                self.quantiles[name] = quantiles(gradient)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         if self._automatic and bucket.is_last():
@@ -192,12 +199,15 @@ class Profile:
         parameters: Shape and stride of each parameter, by name.
         timeline: Timeline of a worker that is alone on its computer.
         dtypes: Dtype of each parameter that is not in float32, by name.
+        quantiles: Quantiles of the values of each parameter's gradient (:func:`gradwire.model.gradients.quantiles`), by
+            name; empty if they are not known.
     """
 
     source: str
     parameters: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     timeline: Timeline
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    quantiles: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: str, module: nn.Module, recorder: Recorder) -> Profile:
@@ -215,7 +225,8 @@ class Profile:
         missing = set(shapes) - {name for bucket in timeline.buckets for name in bucket.names}
         if missing:
             raise HyperparameterError(f"{source}: parameter {min(missing)!r} was in no bucket of the last step")
-        return cls(source=source, parameters=shapes, timeline=timeline, dtypes=dtypes)
+        known = {name: recorder.quantiles[name] for name in shapes}
+        return cls(source=source, parameters=shapes, timeline=timeline, dtypes=dtypes, quantiles=known)
 
     @property
     def numel(self) -> int:
@@ -236,6 +247,7 @@ class Profile:
             "parameters": self.parameters,
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
             "timeline": self.timeline.to_json(),
+            "quantiles": self.quantiles,
         }
         path.write_text(json.dumps(record) + "\n")
 
@@ -254,8 +266,11 @@ class Profile:
             timeline = Timeline.from_json(found["timeline"])
             # Profiles of earlier versions have none.
             dtypes = {name: FLOATS[told] for name, told in found.get("dtypes", {}).items()}
+            known = {name: tuple(map(float, told)) for name, told in found.get("quantiles", {}).items()}
             if not timeline.compute_s > 0:
                 raise ValueError("its step takes no time")
-            return cls(source=found["source"], parameters=shapes, timeline=timeline, dtypes=dtypes)
+            if any(len(told) not in (0, INTERVALS + 1) for told in known.values()):
+                raise ValueError(f"{INTERVALS + 1} quantiles of a gradient are needed")
+            return cls(source=found["source"], parameters=shapes, timeline=timeline, dtypes=dtypes, quantiles=known)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise HyperparameterError(f"{path} holds no profile: {type(error).__name__}: {error}") from None

@@ -114,14 +114,22 @@ class LocalProfiler:
     Args:
         plan: A plan made with kernels that compute.
         flat: A bucket of gradients or similar values; not changed. Other ranks have the same values at other elements.
+        sizes: Numbers of elements of its parameters, within which these elements are; empty: anywhere.
         link: Cost of a message, for methods whose payloads depend on it.
         period: See :class:`gradwire.Traits`.
     """
 
     def __init__(
-        self, plan: BucketPlan, flat: torch.Tensor, world_size: int, *, link: LinkCost | None = None, period: int = 1
+        self,
+        plan: BucketPlan,
+        flat: torch.Tensor,
+        world_size: int,
+        *,
+        link: LinkCost | None = None,
+        period: int = 1,
+        sizes: Sequence[int] = (),
     ) -> None:
-        self._link = link or USUAL_LINK
+        self._link, self._sizes = link or USUAL_LINK, list(sizes) or [flat.numel()]
         self._plan, self._flat, self._world_size = plan, flat, world_size
         whole = Workspace()
         self._spaces, self._memory = [*(Workspace(bucket=whole) for _ in range(plan.chunks)), whole], Memory()
@@ -193,8 +201,8 @@ class LocalProfiler:
 
     def _asked(self, rank: int, chunk: int | None, number: int) -> Iterator[tuple[int | None, Op]]:
         """Yield another rank's operation with that number, of its preparation or of each of its chunks."""
-        whole, shift = Workspace(), rank * max(1, self._flat.numel() // self._world_size)
-        work = self._flat.roll(shift)
+        whole, n = Workspace(), self._world_size
+        work = torch.cat([part.roll(rank * max(1, len(part) // n)) for part in self._flat.split(self._sizes)])
         context = Context(rank, self._world_size, self._round, workspace=whole, memory=Memory(), link=self._link)
         job = self._plan.prepare(context, work)
         if chunk is None:
@@ -214,18 +222,19 @@ def profile_locally(
     *,
     link: LinkCost | None = None,
     period: int = 1,
+    sizes: Sequence[int] = (),
 ) -> tuple[list[Stage], list[list[Stage]]]:
     """Run a plan's round several times, and time the work between operations.
 
     Args:
-        plan: See :class:`LocalProfiler`, also for ``flat``, ``link`` and ``period``.
+        plan: See :class:`LocalProfiler`, also for ``flat``, ``link``, ``period`` and ``sizes``.
         repeats: Number of timed rounds of each kind, after a first one that is not counted.
 
     Returns:
         Stages of the whole bucket's preparation, and those of each chunk; medians over repetitions. If rounds
         alternate, they are the means of these over a period.
     """
-    rehearsal = LocalProfiler(plan, flat, world_size, link=link, period=period)
+    rehearsal = LocalProfiler(plan, flat, world_size, link=link, period=period, sizes=sizes)
     runs = [rehearsal.play() for _ in range((repeats + 1) * period)]
     first, *parts = [
         [_mean([_middle(stages[turn::period]) for turn in range(period)]) for stages in zip(*same)]

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import gradwire as gw
 from gradwire.model.calibrate import Observation, calibrate
 from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, nothing_but_the_sum
+from gradwire.model.gradients import Quantiles, quantiles
 from gradwire.model.machine import CUBIC, DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Timeline
 from gradwire.model.schedule import Load
@@ -194,8 +196,19 @@ def _timeline(row: Row) -> Timeline:
 def _exchange(model: str, hosts: int, spec: str, variant: str, timeline: Timeline) -> ExchangeProfile:
     with torch.device("meta"):
         module = bench_model(model).make()
-    found = exchange_of(spec, dict(module.named_parameters()), timeline.buckets, hosts)
+    found = exchange_of(spec, dict(module.named_parameters()), timeline.buckets, hosts, quantiles=_quantiles(model))
     return nothing_but_the_sum(found) if variant == "ddp fp32" else found
+
+
+@cache
+def _quantiles(model: str) -> Quantiles:
+    """Return the quantiles of a model's gradients in its first step."""
+    bench = bench_model(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = bench.make()
+    bench.loss(module, bench.batch(torch.Generator().manual_seed(0))).backward()
+    return {name: quantiles(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
 def split(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:

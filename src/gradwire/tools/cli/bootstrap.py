@@ -67,8 +67,9 @@ def summary(links: Sequence[Any]) -> str:
     spec = texts[0] if alike else "; ".join(f"module {i}: {text}" for i, text in enumerate(texts))
     if not sent:
         return f"gradwire: {spec}: no gradient was exchanged"
+    word = "less" if dense > sent else "more"
     ratio = f"{max(dense, sent) / min(dense, sent):.1f}"
-    times = "about as much" if ratio == "1.0" else f"{ratio} times {'less' if dense > sent else 'more'}"
+    times = "about as much" if ratio == "1.0" else f"{ratio} times {word}"
     return (
         f"gradwire: {spec}: each worker sent {sent / 1e6:.2f} MB instead of {dense / 1e6:.2f} MB, "
         f"{times} ({32 * sent / dense:.2f} bits per element)"

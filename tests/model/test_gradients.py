@@ -1,0 +1,123 @@
+"""Gradients that are drawn as those of a profiled model were: their bytes by entropy coders, and the profile's file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_cases import profile
+from torch import nn
+
+import gradwire as gw
+from gradwire.model.exchange_profile import exchange_of
+from gradwire.model.forecast import Scenario, forecast
+from gradwire.model.gradients import INTERVALS, drawn, probabilities, quantiles
+from gradwire.model.machine import DEFAULT
+from gradwire.model.profile import Profile, ReadyBucket
+from gradwire.tools.bench.profile import profile_module
+
+NUMEL = {"w": 1 << 16, "b": 1 << 14}
+
+
+def gradient(name: str, seed: int) -> torch.Tensor:
+    """Return a gradient of which one in a hundred elements is not zero ("w"), or a small one with long tails ("b")."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(NUMEL[name], generator=generator)
+    if name == "w":
+        return values * (torch.rand(NUMEL[name], generator=generator) < 0.01)
+    return 1e-3 * values * torch.exp(torch.randn(NUMEL[name], generator=generator))
+
+
+def test_quantiles_are_near_one_another_at_the_ends() -> None:
+    found = probabilities()
+    assert len(found) == INTERVALS + 1
+    assert (float(found[0]), float(found[1]), float(found[-1])) == (0.0, 2.0**-17, 1.0)
+    assert bool((found.diff() > 0).all())
+    assert torch.allclose(found, 1.0 - found.flip(0))
+    values = torch.arange(1001.0)
+    assert quantiles(values[torch.randperm(1001)]) == pytest.approx((found * 1000).round().tolist())
+
+
+def test_what_is_drawn_has_the_zeros_the_extremes_and_the_moments() -> None:
+    for name in NUMEL:
+        one = gradient(name, 0)
+        again = drawn({name: NUMEL[name]}, {name: quantiles(one)}, torch.Generator().manual_seed(1))
+        assert float((again == 0).float().mean()) == pytest.approx(float((one == 0).float().mean()), abs=0.005)
+        assert float(one.min()) <= float(again.min()) < float(again.max()) <= float(one.max()) * (1 + 1e-4)
+        # Between two quantiles, of which one may be zero, are up to a fifth of the elements that are not.
+        assert float(again.norm()) == pytest.approx(float(one.norm()), rel=0.2)
+        assert float(again.abs().mean()) == pytest.approx(float(one.abs().mean()), rel=0.2)
+
+
+def test_of_a_large_gradient_the_extremes_are_kept() -> None:
+    one = torch.zeros(3 << 20)
+    one[1], one[2] = -7.0, 5.0
+    found = quantiles(one)
+    assert (found[0], found[-1], set(found[1:-1])) == (-7.0, 5.0, {0.0})
+
+
+@pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
+def test_where_nothing_is_known_values_are_normal(values: list[float]) -> None:
+    assert quantiles(torch.tensor(values)) == ()
+    known = {"w": quantiles(gradient("w", 0)), "b": quantiles(torch.tensor(values))}
+    expected = torch.randn(sum(NUMEL.values()), generator=torch.Generator().manual_seed(3))
+    assert torch.equal(drawn(NUMEL, known, torch.Generator().manual_seed(3)), expected)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_bytes_of_coders_are_those_of_such_gradients(workers: int) -> None:
+    """Also where sums of several workers are coded: each has its values at other elements of the same parameter."""
+    spec, names = "Coded(TernGrad())", list(NUMEL)
+    shapes = {name: (count // 128, 128) for name, count in NUMEL.items()}
+    link = gw.SimulatedLink([(n, torch.empty(s)) for n, s in shapes.items()], spec, workers, min_numel=0)
+    rows = [torch.cat([gradient(name, 10 + 2 * w + i) for i, name in enumerate(names)]) for w in range(workers)]
+    link.reduce_(torch.stack(rows))
+    counted = link.traffic().sent_bytes
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    buckets = [ReadyBucket(names=tuple(names), numel=sum(NUMEL.values()), ready_s=0.0)]
+    known = {name: quantiles(gradient(name, 0)) for name in names}
+    told = exchange_of(spec, tensors, buckets, workers, repeats=1, quantiles=known).sent_bytes
+    assert told == pytest.approx(counted, rel=0.05)
+    assert exchange_of(spec, tensors, buckets, workers, repeats=1).sent_bytes > 1.5 * counted
+
+
+def profiled() -> Profile:
+    """Profile a model of whose inputs most are always zero."""
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 256)
+    inputs[:, 32:] = 0.0
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    return profile_module("a model", make, lambda module, step: module(inputs).square().mean())
+
+
+@pytest.mark.ranks
+def test_a_profile_has_the_quantiles_of_its_first_step_and_keeps_them(tmp_path: Path) -> None:
+    known = profiled()
+    assert set(known.quantiles) == set(known.parameters)
+    again = drawn({"0.weight": 1 << 14}, known.quantiles, torch.Generator().manual_seed(0))
+    # Of 256 columns 224 are zeros.
+    assert float((again == 0).float().mean()) == pytest.approx(224 / 256, abs=0.05)
+    known.save(tmp_path / "p.json")
+    assert Profile.read(tmp_path / "p.json") == known
+    record: dict[str, Any] = json.loads((tmp_path / "p.json").read_text())
+    (tmp_path / "p.json").write_text(json.dumps({**record, "quantiles": {"0.weight": [0.0, 1.0]}}))
+    with pytest.raises(gw.HyperparameterError, match="65 quantiles"):
+        Profile.read(tmp_path / "p.json")
+    del record["quantiles"]
+    (tmp_path / "p.json").write_text(json.dumps(record))
+    assert Profile.read(tmp_path / "p.json") == dataclasses.replace(known, quantiles={})
+
+
+def test_a_forecast_counts_the_bytes_of_the_profiles_gradients() -> None:
+    known = profile()
+    sparse = {name: (-1.0, *[0.0] * (INTERVALS - 1), 1.0) for name in known.parameters}
+    plain, _ = forecast(known, ["coded"], Scenario(hosts=2), DEFAULT, repeats=1)
+    few, _ = forecast(dataclasses.replace(known, quantiles=sparse), ["coded"], Scenario(hosts=2), DEFAULT, repeats=1)
+    assert few[1].sent_bytes < 0.5 * plain[1].sent_bytes
