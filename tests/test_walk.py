@@ -35,8 +35,11 @@ def beside() -> list[str]:
     return [name for line in lines for name in re.findall(r"`([^`]+)`", line)]
 
 
-def lanes_rest() -> bool:
+def lanes_rest(link: gw.Link) -> bool:
     """Return whether the threads of all lanes wait for a job, and did a moment ago: they may have begun to take one."""
+    if not all(lane._jobs.empty() for lane in link._runtime.lanes):
+        # On a busy machine a thread may not have seen it for a long time.
+        return False
     lanes = [thread.ident for thread in threading.enumerate() if thread.name.startswith("gradwire lane")]
     for _ in range(2):
         time.sleep(0.05)
@@ -70,7 +73,7 @@ def files_of_a_step() -> list[str]:
         for step in range(3):
             if step == 2:
                 # The lane still prepares for this step when the one before has its gradients.
-                while not lanes_rest():
+                while not lanes_rest(link):
                     time.sleep(0.01)
                 listening.set()
             module(torch.ones(4, 64)).square().sum().backward()

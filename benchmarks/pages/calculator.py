@@ -70,6 +70,13 @@ def planner_of(spec: str, numel: int, workers: int) -> Planner:
     return Planner(chosen, parameters, workers, options)
 
 
+def coder_of(spec: str) -> str | None:
+    """Return the coder that is chosen for an open one, or None if there is none to choose."""
+    planner = planner_of(spec, LENGTHS[0], WORKERS[0])
+    planner.plan(("w",), 0)
+    return planner.coder if planner.open_coders else None
+
+
 @contextmanager
 def rows_seen(rows: list[int]) -> Iterator[None]:
     """Note the bytes of each operation's row, by which its kind is decided."""
@@ -152,6 +159,8 @@ def method_of(spec: str, rounds: int) -> dict[str, Any]:
         "apart": why_apart(spec) if spec != "fp32" else None,
         "block_size": getattr(sent, "block_size", 1),
         "local": None,
+        # The fastest in this process, which decides how many bytes there are.
+        "coder": coder_of(spec),
     }
     if chosen.traits.local_steps:
         cycle = cycle_of(spec, {"w": torch.empty(LENGTHS[-1], device="meta")}, 4, repeats=rounds)

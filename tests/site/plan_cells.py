@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from gradwire.exchange.drivers import Stage
 from gradwire.exchange.planning import Planner
+from gradwire.exchange.planning import planner as planner_module
 from gradwire.methods.spec import method as read_method
 from gradwire.model import cycle
 from gradwire.model import exchange_profile as exchange
@@ -73,7 +74,7 @@ def between(values: list[float], numel: int) -> float:
 
 
 def seconds_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let codecs take the committed seconds in this process's ``plan``."""
+    """Let codecs take the committed seconds in this process's ``plan``, and open coders be those that were chosen."""
     methods = {repr(read_method(known["spec"])): known for known in DATA["methods"]}
     found: dict[tuple[str, int, int], BucketJobs] = {}
     original = exchange.jobs_of
@@ -117,6 +118,12 @@ def seconds_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(plan_command, "forecast", forecast_once)
     monkeypatch.setattr(Planner, "measure_coders", lambda planner: {CODER: 0.0})
+    coders = {known["coder"] for known in DATA["methods"]}
+    monkeypatch.setattr(
+        planner_module,
+        "measure_coders",
+        lambda method, _: {n: float(n not in coders) for n in method.traits.open_coders},
+    )
     monkeypatch.setattr(exchange, "jobs_of", jobs_of)
     monkeypatch.setattr(cycle, "jobs_of", jobs_of)
     monkeypatch.setattr(cycle, "_own_work", own_work)
