@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from gradwire.exchange.drivers import Stage
 from gradwire.exchange.planning import Planner
-from gradwire.exchange.planning import planner as planner_module
 from gradwire.methods.spec import method as read_method
 from gradwire.model import cycle
 from gradwire.model import exchange_profile as exchange
@@ -27,9 +26,6 @@ from gradwire.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DATA = json.loads((ROOT / "benchmarks" / "results" / "pages" / "calculator.json").read_text())
-
-CODER = "rans"
-"""The coder that the committed bytes of ``coded`` are of. A plan takes the one that is faster on its machine."""
 
 QUESTIONS = [
     # parameters, seconds, micro-batches, hosts, workers a host, cores of a host, delay in ms, loss in %, bandwidths
@@ -117,13 +113,9 @@ def seconds_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
         return made[key]
 
     monkeypatch.setattr(plan_command, "forecast", forecast_once)
-    monkeypatch.setattr(Planner, "measure_coders", lambda planner: {CODER: 0.0})
-    coders = {known["coder"] for known in DATA["methods"]}
-    monkeypatch.setattr(
-        planner_module,
-        "measure_coders",
-        lambda method, _: {n: float(n not in coders) for n in method.traits.open_coders},
-    )
+    # A plan takes the one that is faster on its machine.
+    coders = {known["coder"]: 0.0 for known in DATA["methods"] if known["coder"]}
+    monkeypatch.setattr(Planner, "measure_coders", lambda planner: coders)
     monkeypatch.setattr(exchange, "jobs_of", jobs_of)
     monkeypatch.setattr(cycle, "jobs_of", jobs_of)
     monkeypatch.setattr(cycle, "_own_work", own_work)

@@ -98,7 +98,7 @@ def test_the_model_in_javascript_agrees_with_plan(engine: Engine, answers: list[
         check(cell, rows, advice["reason"])
 
 
-SETTING = {"hosts": 8, "ranksPerHost": 2, "cores": None, "bytesPerS": 125e6, "latencyS": 1e-4}
+SETTING = {"hosts": 8, "ranksPerHost": 2, "cores": None, "bytesPerS": 100e6, "latencyS": 1e-4}
 
 
 def forecast_of(engine: Engine, parameters: float, compute_s: float) -> list[dict[str, Any]]:
