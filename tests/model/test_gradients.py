@@ -53,6 +53,14 @@ def test_what_is_drawn_has_the_zeros_the_extremes_and_the_moments() -> None:
         assert float(again.abs().mean()) == pytest.approx(float(one.abs().mean()), rel=0.2)
 
 
+def test_a_parameter_without_elements_hides_no_quantiles() -> None:
+    known = {"w": quantiles(gradient("w", 0)), "nothing": quantiles(torch.empty(0))}
+    one, both = ({"w": NUMEL["w"]}, {"nothing": 0, "w": NUMEL["w"]})
+    found = [drawn(numel, known, torch.Generator().manual_seed(2)) for numel in (one, both)]
+    assert torch.equal(*found)
+    assert float((found[0] == 0).float().mean()) > 0.9
+
+
 def test_of_a_large_gradient_the_extremes_are_kept() -> None:
     one = torch.zeros(3 << 20)
     one[1], one[2] = -7.0, 5.0

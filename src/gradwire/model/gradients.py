@@ -53,10 +53,11 @@ def drawn(numel: Mapping[str, int], known: Quantiles, generator: torch.Generator
         known: Quantiles of the parameters' gradients.
         generator: Source of randomness.
     """
-    if not all(known.get(name) for name in numel):
+    # A parameter without elements has no quantiles.
+    if not all(known.get(name) for name, count in numel.items() if count):
         return torch.randn(sum(numel.values()), generator=generator, dtype=torch.float32, device="cpu")
     limits, parts = probabilities().float(), []
-    for name, count in numel.items():
+    for name, count in ((name, count) for name, count in numel.items() if count):
         values = torch.tensor(known[name], dtype=torch.float32, device="cpu")
         at = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
         before = torch.bucketize(at, limits, right=True).clamp_(max=INTERVALS) - 1
