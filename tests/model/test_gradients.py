@@ -15,7 +15,7 @@ from torch import nn
 import gradwire as gw
 from gradwire.model.exchange_profile import exchange_of
 from gradwire.model.forecast import Scenario, forecast
-from gradwire.model.gradients import INTERVALS, drawn, probabilities, quantiles
+from gradwire.model.gradients import INTERVALS, Quantiles, drawn, probabilities, quantiles
 from gradwire.model.machine import DEFAULT
 from gradwire.model.profile import Profile, ReadyBucket
 from gradwire.tools.bench.profile import profile_module
@@ -76,21 +76,48 @@ def test_where_nothing_is_known_values_are_normal(values: list[float]) -> None:
     assert torch.equal(drawn(NUMEL, known, torch.Generator().manual_seed(3)), expected)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_bytes_of_coders_are_those_of_such_gradients(workers: int) -> None:
-    """Also where sums of several workers are coded: each has its values at other elements of the same parameter."""
-    spec, names = "Coded(TernGrad())", list(NUMEL)
+def counted(spec: str, rows: list[torch.Tensor]) -> int:
+    """Return the bytes that rank 0 sends in a simulated exchange of these gradients."""
     shapes = {name: (count // 128, 128) for name, count in NUMEL.items()}
-    link = gw.SimulatedLink([(n, torch.empty(s)) for n, s in shapes.items()], spec, workers, min_numel=0)
-    rows = [torch.cat([gradient(name, 10 + 2 * w + i) for i, name in enumerate(names)]) for w in range(workers)]
+    link = gw.SimulatedLink([(n, torch.empty(s)) for n, s in shapes.items()], spec, len(rows), min_numel=0)
     link.reduce_(torch.stack(rows))
-    counted = link.traffic().sent_bytes
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    buckets = [ReadyBucket(names=tuple(names), numel=sum(NUMEL.values()), ready_s=0.0)]
-    known = {name: quantiles(gradient(name, 0)) for name in names}
-    told = exchange_of(spec, tensors, buckets, workers, repeats=1, quantiles=known).sent_bytes
-    assert told == pytest.approx(counted, rel=0.05)
-    assert exchange_of(spec, tensors, buckets, workers, repeats=1).sent_bytes > 1.5 * counted
+    return link.traffic().sent_bytes
+
+
+def rehearsed(spec: str, workers: int, known: Quantiles) -> float:
+    """Return the bytes that the model predicts for it."""
+    tensors = {name: torch.empty((count // 128, 128), device="meta") for name, count in NUMEL.items()}
+    buckets = [ReadyBucket(names=tuple(NUMEL), numel=sum(NUMEL.values()), ready_s=0.0)]
+    return exchange_of(spec, tensors, buckets, workers, repeats=1, quantiles=known).sent_bytes
+
+
+@pytest.mark.parametrize("coder", ["huffman", "rans"])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_bytes_of_coders_are_those_of_such_gradients(workers: int, coder: str) -> None:
+    """An element is not zero in TernGrad's code with the probability |g| / max|g|.
+
+    The mean of |g| is met within a fifth (see above), and so is the number of such elements. Bytes grow no faster than
+    it. Beside gradients that are drawn alike, only the draws differ: with 2, 4 and both coders, five draws had a
+    standard deviation of 0.7 to 1.5 %.
+    """
+    spec = f"Coded(TernGrad(), coder={coder!r})"
+    known = {name: quantiles(gradient(name, 0)) for name in NUMEL}
+    true = counted(
+        spec, [torch.cat([gradient(n, 10 + 2 * w + i) for i, n in enumerate(NUMEL)]) for w in range(workers)]
+    )
+    alike = counted(spec, [drawn(NUMEL, known, torch.Generator().manual_seed(w)) for w in range(workers)])
+    told = rehearsed(spec, workers, known)
+    assert told == pytest.approx(true, rel=0.2)
+    assert told == pytest.approx(alike, rel=0.05)
+    assert rehearsed(spec, workers, {}) > 2 * true
+
+
+def test_other_ranks_have_the_values_of_a_parameter_within_it() -> None:
+    """Elsewhere, those of a parameter that is never zero would lie among the zeros of the other."""
+    spec, workers = "Coded(TernGrad(), coder='rans')", 4
+    known = {"w": quantiles(gradient("w", 0)), "b": quantiles(gradient("w", 1)[: NUMEL["b"]].sign() + 4.0)}
+    alike = counted(spec, [drawn(NUMEL, known, torch.Generator().manual_seed(w)) for w in range(workers)])
+    assert rehearsed(spec, workers, known) == pytest.approx(alike, rel=0.05)
 
 
 def profiled() -> Profile:
