@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradwire.tools.bench.compute import LEAST_TURNS, MOST_STEPS, TURNS, steps_of_budget, steps_of_cell
+from gradwire.tools.bench.pace import LEAST_TURNS, MOST_STEPS, TURNS, lead, settling_s, steps_of_budget, steps_of_cell
+from gradwire.tools.lab import Impairments
 
 
 def seconds(step_s: dict[str, float], counts: dict[str, tuple[int, int]]) -> float:
@@ -40,3 +41,17 @@ def test_an_exchange_of_its_own_takes_fewer_turns_where_steps_are_long() -> None
     assert steps_of_budget(0.125, 3.0) == (5, 4)
     assert steps_of_budget(2.5, 3.0) == (3, 1)
     assert steps_of_budget(1e-4, 3.0) == (5, MOST_STEPS)
+
+
+def test_where_links_have_a_delay_a_turn_begins_with_steps_that_are_not_counted() -> None:
+    near, far = [Impairments()], [Impairments(), Impairments(delay_s=0.02)]
+    assert [lead(step_s, 1.0, near) for step_s in (0.1, 5.0)] == [0, 0]
+    assert [lead(step_s, 1.0, far) for step_s in (0.1, 0.5, 5.0)] == [3, 2, 1]
+
+
+def test_the_slowest_link_decides_how_long_windows_settle() -> None:
+    near, far = Impairments(delay_s=0.02, loss=0.001), Impairments(delay_s=0.08, loss=0.001)
+    assert settling_s([near, far, Impairments()], "cubic") == settling_s([far], "cubic") > settling_s([near], "cubic")
+    assert settling_s([near], "bbr") == settling_s([Impairments(delay_s=0.02)], "cubic") == settling_s([], "cubic") == 0
+    # Losses without a delay leave a connection as fast as it is.
+    assert settling_s([Impairments(loss=0.001)], "cubic") == 0

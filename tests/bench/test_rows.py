@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,13 +228,32 @@ def test_on_links_with_a_delay_a_turn_begins_with_steps_that_are_not_counted() -
     (near, asked_near), (far, asked_far) = (
         cell(Topology(hosts=HOSTS, impairments=Impairments(delay_s=delay_s))) for delay_s in (0.0, 0.02)
     )
-    assert [near.lead(step_s) for step_s in (0.1, 5.0)] == [0, 0]
-    assert [far.lead(step_s) for step_s in (0.1, 0.5, 5.0)] == [3, 2, 1]
     rows = [one.measure(list(TIMES_S)) for one in (near, far)]
     steps = [sum(do == "steps" for do, _ in ranks.asked) for ranks in (asked_near, asked_far)]
     # Five turns of three variants.
     assert steps[1] - steps[0] == 15
     assert [row["samples"] for row in rows[0]] == [row["samples"] for row in rows[1]]
+
+
+def test_where_frames_are_lost_steps_are_taken_until_windows_have_settled() -> None:
+    def asked(loss: float, congestion: str) -> list[str]:
+        impairments = Impairments(delay_s=0.02, loss=loss)
+        topology = Topology(hosts=HOSTS, impairments=impairments, congestion=congestion)
+        grid = StepGrid(models=["lenet"], topologies=[topology], variants=list(TIMES_S), cell_budget_s=10.0)
+        ranks = FakeRanks(FakeNetwork())
+
+        def clock() -> float:
+            """Return as many seconds as steps were taken."""
+            return float(sum(do == "steps" for do, _ in ranks.asked))
+
+        Cell(grid, "lenet", topology, ranks, ranks.network, NUMEL, clock=clock).measure(list(TIMES_S))  # type: ignore[arg-type]
+        return [variant for do, variant in ranks.asked if do == "steps"]
+
+    usual = Counter(asked(0.0, "cubic"))
+    assert Counter(asked(0.001, "bbr")) == usual
+    # Of 10.3 seconds each takes a whole number; the budget of the cell is for what comes after them.
+    more = {"ddp fp32": 11, "gradwire terngrad": 11}
+    assert Counter(asked(0.001, "cubic")) == usual + Counter(more)
 
 
 def test_what_measures_the_network_when_it_is_built_is_built_in_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from gradwire.tools.bench import step
 from gradwire.tools.bench.predict import cases_of
 from gradwire.tools.bench.step import StepGrid, compute_of, describe, measure_grid, read_rows
+from gradwire.tools.bench.timing import percentiles_20_80
 from gradwire.tools.experiments.errors import RunError, UsageError
 from gradwire.tools.lab import Topology
 
@@ -44,7 +45,7 @@ def test_rows_of_ranks_that_computed_and_that_slept_are_kept_apart(
 
 @pytest.mark.parametrize("times", [[0.3], [0.2, 0.3], [0.3, 0.1, 0.2], [0.1, 0.2, 0.2, 0.9]])
 def test_percentiles_of_few_steps_lie_among_them(times: list[float]) -> None:
-    low, high = step.percentiles_20_80(times)
+    low, high = percentiles_20_80(times)
     assert min(times) <= low <= high <= max(times)
 
 

@@ -1,4 +1,4 @@
-"""The computing part of a benchmark step, real or slept through, and the number of steps that fit a budget."""
+"""The computing part of a benchmark step, real or slept through."""
 
 from __future__ import annotations
 
@@ -18,38 +18,6 @@ CPU = torch.device("cpu")
 
 COMPUTE_KINDS = ("real", "sleep", "cuda")
 """Values of a row's field ``compute``: ranks compute on this machine's cores, sleep, or compute on its GPUs."""
-
-TURNS, SLOW_TURNS, LEAST_TURNS = 5, 3, 2
-"""Turns of each exchange: normally, if its step takes longer than :data:`SLOW_S`, and at least in a cell."""
-SLOW_S = 2.0
-MOST_STEPS = 40
-"""Most steps in one turn."""
-
-
-def steps_of_budget(step_s: float, budget_s: float) -> tuple[int, int]:
-    """Return the number of turns, and of steps in each, for an exchange that may take about ``budget_s`` seconds.
-
-    Long steps are taken in fewer turns, since they hardly vary.
-    """
-    turns = SLOW_TURNS if step_s > SLOW_S else TURNS
-    return turns, max(1, min(MOST_STEPS, int(budget_s / turns / step_s)))
-
-
-def steps_of_cell(step_s: Mapping[str, float], left_s: float) -> dict[str, tuple[int, int]]:
-    """Return the number of turns, and of steps in each, for all exchanges of a cell that may take about ``left_s``.
-
-    Every exchange gets an equal share of a turn's time. If its step is longer than that, it takes a single step, at the
-    expense of the others. All take the same number of turns, at least two, so that every row has a spread.
-    """
-    turns = max(LEAST_TURNS, min(TURNS, int(left_s / sum(step_s.values()))))
-    turn_s, found = left_s / turns, {}
-    slowest_first = sorted(step_s, key=lambda name: -step_s[name])
-    for number, name in enumerate(slowest_first):
-        share_s = turn_s / (len(slowest_first) - number)
-        steps = max(1, min(MOST_STEPS, int(share_s / step_s[name])))
-        turn_s = max(0.0, turn_s - steps * step_s[name])
-        found[name] = turns, steps
-    return {name: found[name] for name in step_s}
 
 
 class Compute(Protocol):

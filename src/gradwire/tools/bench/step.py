@@ -14,17 +14,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
-from gradwire.tools.bench.compute import COMPUTE_KINDS, TURNS, steps_of_budget, steps_of_cell
+from gradwire.tools.bench.compute import COMPUTE_KINDS
 from gradwire.tools.bench.device_kernels import check_cuda
 from gradwire.tools.bench.models import bench_model
 from gradwire.tools.bench.network_row import NetworkWatch, bytes_agree, network_fields, wire_floor_s
+from gradwire.tools.bench.pace import TURNS, lead, settling_s, steps_of_budget, steps_of_cell
 from gradwire.tools.bench.ranks import Deadline, OutOfTimeError, Ranks, open_ranks
 from gradwire.tools.bench.row_file import append_row, check_writable
+from gradwire.tools.bench.timing import percentiles_20_80
 from gradwire.tools.bench.variants import (
     COMPUTE,
     VARIANTS,
@@ -36,6 +38,7 @@ from gradwire.tools.bench.variants import (
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.run_record import hardware, versions
 from gradwire.tools.lab import Network, Topology, format_rate, open_network
+from gradwire.tools.lab.iproute import congestion_here
 
 HOSTS = (2, 4, 8)
 BANDWIDTHS = ("50mbit", "100mbit", "1gbit", "5gbit", "unlimited")
@@ -55,7 +58,8 @@ class StepGrid:
             alone computes, so that the exchange has the cores for itself. "cuda": they compute on this machine's GPUs,
             and gradients lie there.
         cell_budget_s: Seconds for each cell with all its variants and their warm-up, about, instead of ``budget_s``. A
-            cell with long steps takes longer, since each variant takes at least two.
+            cell with long steps takes longer, since each variant takes at least two, and so does one whose links lose
+            frames under Cubic (:func:`gradwire.tools.bench.pace.settling_s`).
     """
 
     models: Sequence[str]
@@ -172,10 +176,6 @@ def tell_to_sleep(grid: StepGrid, model: str, ranks: Ranks, rows: Iterable[Row] 
     return timeline
 
 
-LEAD = 3
-"""Most steps that begin a turn and are not counted, on links with a delay."""
-
-
 class Cell:
     """All variants of one model on one cluster, which take turns."""
 
@@ -192,7 +192,9 @@ class Cell:
     ) -> None:
         self.grid, self.model, self.topology, self.timeline = grid, model, topology, timeline
         self.ranks, self.network, self.numel, self.clock = ranks, network, numel, clock
-        self._delayed = any(link.delay_s for link in topology.links())
+        self._links = topology.links()
+        congestion = topology.congestion or congestion_here() or ""
+        self._settling_s, self._settled_s = settling_s(self._links, congestion) if network else 0.0, 0.0
 
     def measure(self, variants: Sequence[str]) -> list[Row]:
         """Measure the variants of this cell, including computing alone; return a row for each.
@@ -204,7 +206,7 @@ class Cell:
         if self.grid.cell_budget_s is None:
             counts = {name: steps_of_budget(step_s[name], self.grid.budget_s) for name in variants}
         else:
-            counts = steps_of_cell(step_s, self.grid.cell_budget_s - (self.clock() - began_s))
+            counts = steps_of_cell(step_s, self.grid.cell_budget_s - (self.clock() - began_s - self._settled_s))
         self.ranks.ask("forget_timeline", variant=COMPUTE)
         if self.network is not None and self.topology.outages:
             self.network.restart_outages()
@@ -215,7 +217,9 @@ class Cell:
                 for name in variants:
                     turns, steps = counts[name]
                     if turn < turns:
-                        samples[name].append(self._turn(name, steps, self.lead(step_s[name])))
+                        samples[name].append(
+                            self._turn(name, steps, lead(step_s[name], self.grid.budget_s, self._links))
+                        )
                 timeline = self.timeline or self.ranks.ask("timeline", variant=COMPUTE)[0]["timeline"]
         taken = {name: turns for name, turns in samples.items() if turns}
         if timeline is None or COMPUTE not in taken:
@@ -244,6 +248,8 @@ class Cell:
             self.ranks.ask("build", variant=name)
         while chooses and not self.ranks.ask("record", variant=name)[0]["record"]["choice"]["chosen"]:
             self.ranks.ask("steps", variant=name, count=5)
+        if name != COMPUTE:
+            self._settle(name)
         budget_s = self.grid.cell_budget_s or self.grid.budget_s
         step_s: float = max(answer["times_s"][-1] for answer in self.ranks.ask("steps", variant=name, count=1))
         if self.grid.cell_budget_s is None or step_s < budget_s / 10:
@@ -252,17 +258,16 @@ class Cell:
             step_s = median(self._turn(name, 3)["times_s"])
         return step_s
 
-    def lead(self, step_s: float) -> int:
-        """Return the number of steps that begin each turn and are not counted, of an exchange that takes so long.
+    def _settle(self, name: str) -> None:
+        """Take steps until the windows of an exchange's connections have their mean."""
+        began_s = self.clock()
+        while (passed_s := self.clock() - began_s) < self._settling_s:
+            self.ranks.ask("steps", variant=name, count=1)
+        self._settled_s += passed_s
 
-        A connection that was idle for longer than TCP's timeout begins slowly again, which on links with a delay takes
-        several round trips. In a training no exchange pauses for the turns of others.
-        """
-        return max(1, min(LEAD, int(self.grid.budget_s / step_s))) if self._delayed else 0
-
-    def _turn(self, name: str, steps: int, lead: int = 0) -> Row:
-        if lead:
-            self.ranks.ask("steps", variant=name, count=lead)
+    def _turn(self, name: str, steps: int, first: int = 0) -> Row:
+        if first:
+            self.ranks.ask("steps", variant=name, count=first)
         watch = NetworkWatch(self.network, self.topology) if self.network else None
         answers = self.ranks.ask("steps", variant=name, count=steps)
         moved = watch.moved() if watch else None
@@ -322,15 +327,6 @@ class Cell:
             **{k: v for k, v in hardware().items() if k in ("processor", "cores")},
             **{f"{name}_version": version for name, version in versions().items()},
         }
-
-
-def percentiles_20_80(times: Sequence[float]) -> tuple[float, float]:
-    """Return the 20th and the 80th percentile of a sample, which lie within it however small it is."""
-    if len(times) == 1:
-        return times[0], times[0]
-    # The default of the standard library extrapolates beyond samples of two or three.
-    low, *_, high = quantiles(times, n=5, method="inclusive")
-    return low, high
 
 
 def _place(grid: StepGrid, topology: Topology) -> str:

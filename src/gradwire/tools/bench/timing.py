@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,8 +87,7 @@ class Bench:
             host.append(self._host_s)
             seconds.append(spent)
             ratios.append(spent / elements / ((before + self._memcpy()) / 2 / self.elements))
-        # "inclusive" does not extrapolate beyond the sample.
-        low, _, _, high = statistics.quantiles(ratios, n=5, method="inclusive")
+        low, high = percentiles_20_80(ratios)
         row = {
             "kernel": kernel,
             "layout": layout,
@@ -103,3 +102,12 @@ class Bench:
             row["host_s"] = statistics.median(host)
         self.rows.append(row)
         self.say(row)
+
+
+def percentiles_20_80(times: Sequence[float]) -> tuple[float, float]:
+    """Return the 20th and the 80th percentile of a sample, which lie within it however small it is."""
+    if len(times) == 1:
+        return times[0], times[0]
+    # The default of the standard library extrapolates beyond samples of two or three.
+    low, *_, high = statistics.quantiles(times, n=5, method="inclusive")
+    return low, high
