@@ -15,11 +15,13 @@ Beside the league, SparseLoCo's settings are changed one at a time, which answer
 A run has a file, written when it ends, and a state if it is stopped, so that the program may be ended and started
 again. ``--minutes`` stops it at that time, within a run. Cheap runs come first, and the result is written from what
 there is, after every run. It holds the rows of all runs: a machine without their files goes on from the result.
+Several processes may share a folder: each holds the run that it trains. All but one leave ``--json`` out.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import math
 import sys
 import time
@@ -27,7 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -234,13 +236,9 @@ def wanted(found: Found) -> Iterator[Plan]:
             yield from tries(entry, found)
     for name in LINES:
         yield from studied(name, SHORT, found)
-    for entry in core:
-        yield from long_tries(entry, found)[:1]
     for entry in others:
         if entry not in muon:
             yield from seeds_of(best_short(entry, found))
-    for name in LONG_STUDY[:2]:
-        yield from studied(name, LONG, found)
     for entry in muon:
         yield from first_tries(entry)
         yield from tries(entry, found)
@@ -248,17 +246,44 @@ def wanted(found: Found) -> Iterator[Plan]:
     for turn in range(3):
         for entry in core:
             yield from long_tries(entry, found)[turn : turn + 1]
-    for entry in others:
-        yield from long_tries(entry, found)[:1]
-    for name in LONG_STUDY:
-        yield from studied(name, LONG, found)
     for count in (2, 3):
         for entry in core:
             yield from seeds_of(best_long(entry, found))[:count]
     for entry in others:
+        yield from long_tries(entry, found)[:1]
+    for name in LONG_STUDY:
+        yield from studied(name, LONG, found)
+    for entry in others:
         yield from long_tries(entry, found)
     for entry in others:
         yield from seeds_of(best_long(entry, found))
+
+
+def take(plan: Plan, work: Path) -> TextIO | None:
+    """Hold a run until the returned file is closed, or this process ends; None if another process holds it."""
+    file = (work / f"{plan.label}.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def next_run(found: Found, work: Path) -> tuple[Plan | None, TextIO | None]:
+    """Return the first run that has not ended and that no other process holds, and what holds it for this one.
+
+    Where others hold all that is left, it is the first of theirs and None.
+    """
+    left = [plan for plan in wanted(found) if found(plan) is None]
+    for plan in left:
+        held = take(plan, work)
+        # Another process may have ended it in the meantime.
+        if held is not None and finished(plan, work) is None:
+            return plan, held
+        if held is not None:
+            held.close()
+    return (left[0] if left else None), None
 
 
 def line(entry: Entry, horizon: int, plan: Plan | None, tried: int, found: Found) -> Row | None:
@@ -351,9 +376,16 @@ def main() -> int:
 
     text = read_text(arguments.data)
     while not arguments.collect and time.monotonic() < until:
-        plan = next((plan for plan in wanted(found) if found(plan) is None), None)
-        row = train(plan, text, arguments.work, until=until) if plan else None
-        if plan is None or row is None:
+        plan, held = next_run(found, arguments.work)
+        if plan is None:
+            break
+        if held is None:
+            # What comes next depends on the runs of other processes.
+            time.sleep(5)
+            continue
+        with held:
+            row = train(plan, text, arguments.work, until=until)
+        if row is None:
             break
         print(f"{plan.label}: {row['loss']:.4f} ({row['cpu_s']} s)", flush=True)
         publish()

@@ -325,6 +325,32 @@ def test_every_method_is_tried_as_often_and_the_lowest_loss_is_taken() -> None:
     assert (method.outer_lr, method.outer_momentum, method.inner) == (1.0, 0.5, gw.EDEN(bits=4))
 
 
+def test_processes_train_different_runs_and_wait_for_those_of_others(tmp_path: Path) -> None:
+    """A lock is of the open file, so that two in one process keep each other out as two processes do."""
+    ended: set[Plan] = set()
+    found = table_of(lambda plan: plan.lr, lambda plan: plan in ended)
+    first, held = league.next_run(found, tmp_path)
+    second, also_held = league.next_run(found, tmp_path)
+    assert held is not None
+    assert also_held is not None
+    assert [first, second] == list(dict.fromkeys(league.wanted(found)))[:2]
+    ended.add(second)
+    also_held.close()
+    third, held_too = league.next_run(found, tmp_path)
+    assert third not in (first, second)
+    # One that another process has ended is not trained again, and a lock of a process that was killed holds nothing.
+    (tmp_path / f"{third.label}.json").write_text("{}")
+    held.close()
+    held_too.close()
+    again, _ = league.next_run(found, tmp_path)
+    assert again == first
+    ended.add(first)
+    fourth, _ = league.next_run(found, tmp_path)
+    assert fourth not in (first, second, third)
+    ended.update(league.wanted(table_of(lambda plan: plan.lr)))
+    assert league.next_run(found, tmp_path) == (None, None)
+
+
 def test_what_is_not_known_is_not_chosen() -> None:
     nothing = table_of(lambda plan: 1.0, lambda plan: False)
     first = list(league.wanted(nothing))
