@@ -181,11 +181,17 @@ const GradwireModel = (() => {
   function moment(runners, flow, load) {
     const items = currentItems(runners);
     const working = items.filter((i) => i.cpuS > DONE);
-    // Of items that take turns, the one of the earliest job sends.
+    // Of items that take turns, the one of the earliest job sends before the others.
     const inTurn = items.filter((i) => sends(i) && i.turn !== null).sort((a, b) => a.turn - b.turn);
     const sending = [...items.filter((i) => sends(i) && i.turn === null), ...inTurn.slice(0, 1)];
     const speed = working.length ? Math.min(1, runnersOf(load) / working.length) : 1;
     const rates = shares(sending, flow);
+    for (const item of inTurn.slice(1)) {
+      const rate = Math.min(item.mostBytesPerS, flow - rates.reduce((sum, r) => sum + r, 0));
+      if (!(rate > 1e-6)) continue;
+      sending.push(item);
+      rates.push(rate);
+    }
     const passed = Math.min(
       ...working.map((i) => i.cpuS / speed),
       ...items.filter((i) => i.latencyS > DONE).map((i) => i.latencyS),

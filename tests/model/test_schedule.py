@@ -126,6 +126,21 @@ def test_a_lossy_connection_is_slow_and_a_crowd_of_them_is_faster() -> None:
     assert taken("all_to_all", 1) == pytest.approx(1.0 + 0.02 + lost_s, rel=1e-6)
 
 
+def test_what_one_jobs_connection_cannot_carry_is_left_to_the_next_in_turn() -> None:
+    fast = LinkModel(bandwidth_bytes_per_s=1e9, latency_s=0.02, loss=0.01)
+    rate = fast.connection_bytes_per_s
+    bucket = BucketJobs((), ((Stage(0.0, "pairs", round(2 * rate), 0, 1, delays=0), Stage(0.0)),), asynchronous=False)
+
+    def taken(link: LinkModel) -> float:
+        exchange = ExchangeProfile("x", 2, (bucket, bucket))
+        return step_time(timeline(2.0, 2.0), exchange, machine=FREE, link=link, load=ALONE).step_s - 3.5
+
+    # Two lanes have a connection each, of which a link of one and a half leaves the second job's half a connection's.
+    assert taken(fast) == pytest.approx(2.0, rel=1e-6)
+    assert taken(dataclasses.replace(fast, bandwidth_bytes_per_s=1.5 * rate)) == pytest.approx(2.0 + 1.0, rel=1e-6)
+    assert taken(dataclasses.replace(fast, bandwidth_bytes_per_s=rate)) == pytest.approx(4.0, rel=1e-6)
+
+
 def test_sums_of_the_backend_share_a_connection_that_losses_limit() -> None:
     link = LinkModel(bandwidth_bytes_per_s=1e9, latency_s=0.02, loss=0.01)
     rate = link.connection_bytes_per_s

@@ -76,7 +76,8 @@ class _Item:
 
     Attributes:
         latency_s: Time before the first byte.
-        turn: Number of the job, if of all such items the one of the earliest job sends alone; None: sends at any time.
+        turn: Number of the job, if of all such items the one of the earliest job sends before the others, which have
+            what its connections leave of the link; None: sends at any time.
         travel_s: Time after it in which no more than ``sent_bytes`` can be sent.
         held_bytes: Bytes that can be sent after that time.
         most_bytes_per_s: The fastest that bytes can be sent.
@@ -311,11 +312,16 @@ def _moment(runners: Sequence[_Runner], flow: float, load: Load) -> float:
     items = _current(runners)
     working = [i for i in items if i.cpu_s > _DONE]
     sending = [i for i in items if i.sends and i.turn is None]
-    in_turn = [i for i in items if i.sends and i.turn is not None]
-    if in_turn:
-        sending.append(min(in_turn, key=lambda item: item.turn or 0))
+    in_turn = sorted((i for i in items if i.sends and i.turn is not None), key=lambda item: item.turn or 0)
     speed = min(1.0, load.runners / len(working)) if working else 1.0
+    sending += in_turn[:1]
     rates = _shares(sending, flow)
+    # The kernel takes rows before they have left: what the connections of one job cannot carry is for the next.
+    for item in in_turn[1:]:
+        rate = min(item.most_bytes_per_s, flow - sum(rates))
+        if rate > _BYTE:
+            sending.append(item)
+            rates.append(rate)
     ends = [i.cpu_s / speed for i in working] + [i.latency_s for i in items if i.latency_s > _DONE]
     ends += [i.travel_s for i in items if i.travels]
     ends += [i.sent_bytes / rate for i, rate in zip(sending, rates)]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -70,8 +69,8 @@ def cases_of(
 
     Codecs are timed here, one exchange after the other; at the deadline the cases so far are returned. The timeline is
     that of the unlimited (or fastest) cell of the same model and hosts, since a user profiles once, not for each
-    bandwidth. A step without an exchange knows no network, so that the timeline is as long as their median over all
-    cells.
+    bandwidth. It is as long as a step without an exchange in the cell, which took turns with the others: a shared
+    machine computes at another speed in another hour.
 
     Raises:
         RunError: a model and number of hosts has no timeline, or a damaged one.
@@ -99,7 +98,7 @@ def cases_of(
             Case(
                 row,
                 Observation(
-                    timeline,
+                    timeline.scaled(row.get("compute_s") or timeline.compute_s),
                     exchanges[key],
                     LinkModel(
                         bandwidth_bytes_per_s=rate / 8 if rate else None,
@@ -171,13 +170,10 @@ def _measured_s(row: Row, topology: Topology) -> float:
 
 def _timelines(rows: Sequence[Row]) -> dict[tuple[str, int], Timeline]:
     fastest: dict[tuple[str, int], Timeline] = {}
-    alone: dict[tuple[str, int], list[float]] = {}
     for row in sorted(rows, key=lambda r: r["bandwidth_bits_per_s"] or float("inf")):
         if row["variant"] == COMPUTE and row.get("timeline"):
-            key = row["model"], row["hosts"]
-            fastest[key] = _timeline(row)
-            alone.setdefault(key, []).append(row["step_time_s"])
-    return {key: timeline.scaled(median(alone[key])) for key, timeline in fastest.items()}
+            fastest[row["model"], row["hosts"]] = _timeline(row)
+    return fastest
 
 
 def _timeline(row: Row) -> Timeline:
