@@ -134,7 +134,8 @@ def long_links_section() -> list[str]:
         "",
         f"`python benchmarks/speed/long_links.py` measured {len(_cells(rows))} cells, each by one `gradwire bench step --delay ... --loss ...` whose exchanges take turns."
         " The table shows milliseconds per step: the median, and in brackets the percentiles 20 and 80. Delays are one way. In each turn of an"
-        " exchange, up to three steps at the beginning are not counted, since TCP starts slowly after the turns of the others. `compute` exchanges nothing."
+        " exchange, up to three steps at the beginning are not counted, since TCP starts slowly after the turns of the others. Where frames are lost under CUBIC, each exchange first"
+        " takes steps for 3 to 36 s, until ten losses have given its connections' windows their mean (`src/gradwire/tools/bench/pace.py`). `compute` exchanges nothing."
         f" The exchange that takes the least time is in bold. TCP's congestion control is {controls} unless the link names another. `benchmarks/results/speed/step_long_links.jsonl` has the"
         f" rows with floors, bytes and the segments that TCP sent again. {provenance(rows[0])}.",
         "",
