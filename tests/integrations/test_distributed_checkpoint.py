@@ -25,10 +25,10 @@ pytestmark = pytest.mark.ranks
 METHOD = "ErrorFeedback(compressor=TopK(density=0.1), momentum=0.5)"
 
 
-def started() -> tuple[nn.Module, gw.Link]:
+def started(method: str = METHOD) -> tuple[nn.Module, gw.Link]:
     torch.manual_seed(0)
     model = nn.Linear(30, 20)
-    return model, gw.Link(model.named_parameters(), METHOD, min_numel=0)
+    return model, gw.Link(model.named_parameters(), method, min_numel=0)
 
 
 def steps(model: nn.Module, link: gw.Link, first: int, last: int) -> torch.Tensor:
@@ -77,6 +77,27 @@ def test_on_as_many_ranks_it_goes_on_with_the_same_bits(three_ranks: Ranks, tmp_
         assert torch.equal(mean, again)
         assert kept == {f"{kind}/{name}" for kind in ("residual", "momentum") for name in ("weight", "bias")}
         assert round == 3
+
+
+def learning(folder: str) -> bool:
+    """Save while an autoencoder is trained; return whether the first mean of codes has the same bits when resumed."""
+    warnings.simplefilter("ignore")
+    method = "LGC(density=0.1, full_rounds=0, training_rounds=3)"
+    model, link = started(method)
+    steps(model, link, 0, 2)
+    dcp.save(entries(model, link), checkpoint_id=folder)
+    expected = steps(model, link, 2, 4)
+    link.close()
+    model, link = started(method)
+    dcp.load(entries(model, link), checkpoint_id=folder)
+    mean = steps(model, link, 2, 4)
+    link.close()
+    return torch.equal(mean, expected)
+
+
+def test_values_that_rank_0_alone_holds_come_back(three_ranks: Ranks, tmp_path: Path) -> None:
+    """Of what all ranks offer, a distributed checkpoint holds the copy of any rank."""
+    assert three_ranks(learning, str(tmp_path)) == [True] * 3
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -12,6 +12,8 @@ from gradwire.link.adapters import Link
 from gradwire.link.checkpoint import take
 
 COMMON, WORLD_SIZE = "common", "world_size"
+FIRST = "first"
+"""Key, in the part of rank 0, of the values that this rank alone holds."""
 
 
 class StatefulLink:
@@ -45,9 +47,14 @@ class StatefulLink:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the common state of all ranks and this rank's part, both packed."""
-        state = self.link.state_dict()
+        state, traits = self.link.state_dict(), self.link.method.traits
+        own: dict[str, Any] = dict(state.pop("rank"))
+        # Of an entry that all ranks offer, the copy of any rank is written.
+        first = {name: value for name, value in state["global"].items() if name in traits.of_first}
+        if first and self.link.rank == 0 and traits.sent_by_first not in state["global"]:
+            own[FIRST] = first
         self._offered = {
-            self._key(f"rank {self.link.rank}"): _packed(state.pop("rank")),
+            self._key(f"rank {self.link.rank}"): _packed(own),
             self._key(COMMON): _packed(state),
             self._key(WORLD_SIZE): self.link.world_size,
         }
@@ -69,6 +76,7 @@ class StatefulLink:
             missing, found["rank"] = [], {}
         else:
             found["rank"] = _unpacked(state[own])
+            found["global"] |= found["rank"].pop(FIRST, {})
         problem = f"the distributed checkpoint has no {missing[0]!r} of this link" if missing else None
         take(self.link, found, problem, 0, world_size, "a distributed checkpoint")
 
