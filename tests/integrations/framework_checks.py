@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import torch
@@ -151,9 +151,18 @@ def with_trainer(folder: Path) -> dict[str, Any]:
         "remove_unused_columns": False,
     }
 
-    def started(**options: Any) -> tuple[Any, gw.integrations.Attachment]:
-        trainer = Trainer(Squares(), TrainingArguments(**usual, **options), train_dataset=rows)
-        return trainer, gw.integrations.trainer(trainer, METHOD)
+    class Copies(TrainerCallback):  # type: ignore[misc]
+        """Copies a checkpoint when it is saved, as callbacks of loggers do."""
+
+        seen: ClassVar[list[bool]] = []
+
+        def on_save(self, *arguments: Any, **more: Any) -> None:
+            self.seen += [any(folder.rglob("gradwire/common.pt"))]
+
+    def started(method: str = METHOD, **options: Any) -> tuple[Any, gw.integrations.Attachment]:
+        arguments = TrainingArguments(**usual, **options)
+        trainer = Trainer(Squares(), arguments, train_dataset=rows, callbacks=[Copies()])
+        return trainer, gw.integrations.trainer(trainer, method)
 
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     trainer, attachment = started(max_steps=2, save_strategy="steps", save_steps=2, **compiled)
@@ -167,6 +176,7 @@ def with_trainer(folder: Path) -> dict[str, Any]:
         "compiled": type(trainer.model_wrapped).__name__,
         "rounds": None if link is None else link.round,
         "states": sorted(str(path.relative_to(folder)) for path in folder.rglob("common.pt")),
+        "copied": list(Copies.seen),
     }
     attachment.link.close()
     found["with a closed link"] = refusal(trainer.train)
@@ -198,6 +208,12 @@ def with_trainer(folder: Path) -> dict[str, Any]:
     trainer.add_callback(too_large)
     trainer.train(resume_from_checkpoint=str(folder / "run-3" / "checkpoint-2"))
     found["begun, rounds"] = [too_large.begun, attachment.link.round]
+
+    # The optimizer that a first attempt has prepared.
+    once = {"max_steps": 1, "save_strategy": "no", "auto_find_batch_size": True, "optim": "sgd"}
+    trainer, attachment = started("SketchedAMSGrad()", **once)
+    trainer.add_callback(TooLarge())
+    found["an optimizer of the attempt before"] = refusal(trainer.train)
     return found
 
 

@@ -109,6 +109,8 @@ def test_the_trainer_attaches_to_what_it_compiles_and_accumulates(tmp_path: Path
     for trial in ("trial 0.1", "trial 0.2"):
         assert found[trial] == [2, True], "each trial has a link, and saves its state"
     assert found["begun, rounds"] == [2, 4], "the second attempt goes on from the two rounds of the checkpoint, too"
+    assert found["an optimizer of the attempt before"] == "accepted"
+    assert found["copied"] == [True], "what copies a checkpoint when it is saved finds all of it"
 
 
 def test_lightning_resumes_a_link_and_nothing_that_it_validated(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
             "this trainer has trained already, and keeps the module that it wrapped, to which nothing would be "
             "attached: call gw.integrations.trainer before train, or build a new Trainer"
         )
-    _attach_when_prepared(trainer.accelerator, attachment, lambda: trainer.optimizer)
+    _attach_when_prepared(trainer.accelerator, attachment, lambda: _unwrapped(trainer.optimizer))
     asked: list[Path] = []
     original, create = trainer.train, trainer.create_accelerator_and_postprocess
 
@@ -223,7 +223,7 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
         # Each trial of a search for hyperparameters begins with another accelerator.
         create()
         _check_ddp(trainer.accelerator)
-        _attach_when_prepared(trainer.accelerator, attachment, lambda: trainer.optimizer)
+        _attach_when_prepared(trainer.accelerator, attachment, lambda: _unwrapped(trainer.optimizer))
 
     def train(resume_from_checkpoint: Any = None, *arguments: Any, **more: Any) -> Any:
         if resume_from_checkpoint is True:
@@ -248,5 +248,6 @@ def trainer(trainer: Any, method: str | Method, *, fresh: bool = False, **option
             attachment.save(Path(folder) / name / FOLDER)
 
     trainer.train, trainer.create_accelerator_and_postprocess = train, create_accelerator_and_postprocess
-    trainer.add_callback(Keeper())
+    # The first: others, as those of Weights & Biases and MLflow, copy the checkpoint when it is saved.
+    trainer.callback_handler.callbacks.insert(0, Keeper())
     return attachment
