@@ -344,6 +344,10 @@ def with_fabric(folder: Path) -> dict[str, Any]:
     found["keys"], found["rounds after a look"] = sorted(numbers), attachment.link.round
     fabric.load(folder / "a.ckpt", {"model": model, "optimizer": optimizer})
     found["rounds after a load"] = attachment.link.round
+    if dist.get_rank() == 0:
+        torch.save(net().state_dict(), folder / "raw.pt")
+    fabric.barrier()
+    found["raw weights"] = [refusal(lambda: fabric.load_raw(folder / "raw.pt", model)), attachment.link.round]
     told = refusal(lambda: fabric.save("memory://away/a.ckpt", {"model": model}))
     found["remote"] = [told, fsspec.filesystem("memory").exists("/away/a.ckpt")]
     fabric.save("memory://away/b.ckpt", {"step": 3})
@@ -380,6 +384,7 @@ def with_fabric(folder: Path) -> dict[str, Any]:
     bare = net()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
     found["too early"] = refusal(lambda: fabric.load(folder / "a.ckpt", {"model": bare, "optimizer": optimizer}))
+    found["raw weights before setup"] = refusal(lambda: fabric.load_raw(folder / "raw.pt", bare))
 
     fabric, attachment = started("DiLoCo(every=2, inner=EDEN(bits=4))")
     found["rounds of each optimizer"], made = [], list[Any]()

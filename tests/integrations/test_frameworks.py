@@ -139,6 +139,8 @@ def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> Non
     assert found["keys"] == ["model", "optimizer"]
     assert found["rounds after a look"] == 4, "a checkpoint that is only read changes nothing"
     assert found["rounds after a load"] == 3
+    assert found["raw weights"] == ["accepted", 3], "a file of weights alone has no state beside it"
+    assert found["raw weights before setup"] == "accepted"
     assert "is a remote checkpoint" in found["remote"][0]
     assert not found["remote"][1], "nothing is written beside what cannot be"
     assert found["numbers alone"], "a checkpoint without a module has nothing beside it"

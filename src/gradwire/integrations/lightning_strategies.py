@@ -254,6 +254,9 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
             return [(self.attachments[i], folder / f"module-{i}" if i else folder) for i in served or [0]]
 
         def load_checkpoint(self, path: Any, state: Any = None, *arguments: Any, **more: Any) -> Any:
+            if not isinstance(state, dict):
+                # It is only looked at, or it is a file of one module or optimizer, which Fabric does not save.
+                return super().load_checkpoint(path, state, *arguments, **more)
             if _modules(state) and self.attachment.link is None and self.world_size > 1:
                 raise IncompatibleError(
                     f"fabric.load before fabric.setup: {self.attachment.method!r} is not attached yet, and what it "
@@ -268,9 +271,9 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
     return GradwireFabricStrategy()
 
 
-def _modules(state: Any) -> list[nn.Module]:
-    """Return the models in a checkpoint's state; it may have none, or be None."""
-    return [one for one in (state.values() if isinstance(state, dict) else [state]) if isinstance(one, nn.Module)]
+def _modules(state: dict[str, Any]) -> list[nn.Module]:
+    """Return the models in a checkpoint's state; it may have none."""
+    return [one for one in state.values() if isinstance(one, nn.Module)]
 
 
 def _of_module(optimizers: Iterable[Any], module: nn.Module | None) -> list[Any]:
