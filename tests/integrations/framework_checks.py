@@ -405,6 +405,14 @@ def with_fabric(folder: Path) -> dict[str, Any]:
     model = optimizer = None
     gc.collect()
     found["kept"] = [type(one()).__name__ for one in made if one() is not None]
+
+    fabric, attachment = started(LOCAL)
+    model, optimizer = fabric.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.01))
+    fabric.save(folder / "apart.ckpt", {"model": model})
+    attachment.link.close()
+    fabric, attachment = started(LOCAL)
+    model = fabric.setup_module(bare)
+    found["fewer optimizers"] = refusal(lambda: fabric.load(folder / "apart.ckpt", {"model": model}))
     return found
 
 

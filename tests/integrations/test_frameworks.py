@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.integrations.attachment import Attachment
 from gradwire.integrations.lightning_strategies import folder_of
-from ranks import RankError, run_script
+from ranks import RankError, Ranks, run_script
 
 pytestmark = [pytest.mark.ranks, pytest.mark.repository]
 
@@ -151,6 +153,7 @@ def test_fabric_attaches_to_a_module_that_is_set_up_alone(tmp_path: Path) -> Non
     assert found["the place of a closed link is free"] == [2, True]
     assert found["rounds of each optimizer"] == [[1, "SGD"], [1, "AdamW"]] * 2, "those of closed links count no steps"
     assert found["kept"] == [], "what the program has dropped is freed"
+    assert "this checkpoint has 1, and there are 0 now" in found["fewer optimizers"]
 
 
 def test_on_one_device_lightning_and_fabric_train_and_nothing_is_attached(tmp_path: Path) -> None:
@@ -169,6 +172,27 @@ def test_on_one_process_a_state_is_left_out_and_said_so(tmp_path: Path) -> None:
         (tmp_path / "common.pt").touch()
         attachment.load(tmp_path)()
     assert ["one process exchanges nothing" in str(one.message) for one in told] == [True]
+
+
+def with_folders_of_their_own(folder: str) -> str:
+    """Load on all ranks, of which rank 0 alone sees the checkpoint; return what is said of that."""
+    attachment, module = Attachment(METHOD, True, {"min_numel": 0}), DistributedDataParallel(nn.Linear(30, 20))
+    attachment.attach(module)
+    assert attachment.link is not None
+    attachment.save(Path(folder) / "0")
+    try:
+        attachment.load(Path(folder) / str(dist.get_rank()))
+    except gw.IncompatibleError as error:
+        return str(error)
+    finally:
+        attachment.link.close()
+    return "loaded"
+
+
+def test_a_checkpoint_that_some_ranks_do_not_see_is_refused_by_all(three_ranks: Ranks, tmp_path: Path) -> None:
+    """With fresh=True, those who see none would begin to train, and the others wait for them."""
+    for told in three_ranks(with_folders_of_their_own, str(tmp_path)):
+        assert "common.pt is seen by rank 0 and not by rank 1" in told
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method
 from gradwire.link.adapters import Link, attach, load, save
+from gradwire.link.checkpoint import seen_alike
 from gradwire.methods.spec import method as read_method
 
 FOLDER = "gradwire"
@@ -100,7 +101,8 @@ class Attachment:
             does nothing if the checkpoint has none of them.
 
         Raises:
-            IncompatibleError: the checkpoint has no state of the link, and ``fresh`` is not set.
+            IncompatibleError: the checkpoint has no state of the link, and ``fresh`` is not set, it has more or fewer
+                optimizers than there are, or only some ranks see it.
         """
         if self.link is None or self.module is None:
             if (folder / "common.pt").exists():
@@ -110,12 +112,12 @@ class Attachment:
                     stacklevel=2,
                 )
             return _nothing
-        if not (folder / "common.pt").exists() and self._fresh:
-            return _nothing
-        if not folder.exists():
+        if not seen_alike(self.link, folder / "common.pt"):
+            if self._fresh:
+                return _nothing
             raise IncompatibleError(
-                f"this checkpoint has no state of {self.method!r} in {folder}: it was saved without gradwire. Pass "
-                "fresh=True to resume it, so that the method's memory starts empty"
+                f"this checkpoint has no state of {self.method!r} in {folder}: it was saved without gradwire, or not "
+                "to the end. Pass fresh=True to resume it, so that the method's memory starts empty"
             )
         own = load(self.link, folder)
         if own is None:
@@ -123,7 +125,13 @@ class Attachment:
         self.module.load_state_dict(own["model"])
 
         def restore() -> None:
-            for optimizer, state in zip(self.optimizers(), own["optimizers"], strict=True):
+            optimizers, states = self.optimizers(), own["optimizers"]
+            if len(optimizers) != len(states):
+                raise IncompatibleError(
+                    f"{self.method!r} keeps the optimizers of each rank: this checkpoint has {len(states)}, and there "
+                    f"are {len(optimizers)} now; set up the same ones before it is loaded"
+                )
+            for optimizer, state in zip(optimizers, states):
                 optimizer.load_state_dict(state)
 
         restore()

@@ -161,6 +161,21 @@ def load(link: Link, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     return own if world_size == link.world_size else None
 
 
+def seen_alike(link: Link, path: Path) -> bool:
+    """Return whether all ranks see a file (collective call).
+
+    Raises:
+        IncompatibleError: only some of them do; the message names two.
+    """
+    seen, ranks = _share(link, None, int(os.path.exists(path))), link.group.ranks
+    if len(set(seen)) > 1:
+        raise IncompatibleError(
+            f"{path} is seen by rank {ranks[seen.index(1)]} and not by rank {ranks[seen.index(0)]}: give a folder that "
+            "all ranks share"
+        )
+    return bool(seen[0])
+
+
 def take(link: Link, state: State, problem: str | None, number: int, world_size: int, source: str) -> None:
     """Load a saved state on all ranks, or on none (collective call).
 
