@@ -175,3 +175,26 @@ def test_evaluations_exchange_all_rows_and_are_neither_counted_nor_remembered() 
         torch.testing.assert_close(own, expected[part.own])
     assert link.traffic() == traffic
     assert all(torch.equal(a, link.state_dict()["rank 1"][k]) for k, a in state["rank 1"].items())
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """The gradients of other workers would count as constants in it, in silence."""
+    parts = parts_of(random_graph(), 2)
+    rows = [part.features.clone().requires_grad_() for part in parts]
+    known = torch.cat(extended(link_of(parts), 0, rows))
+    first = torch.autograd.grad(known.pow(3).sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.cat(first).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (lambda: GAT(FEATURES, CLASSES, width=10, heads=4), "width is a multiple of heads, not 10 for 4"),
+        (lambda: GraphSAGE(FEATURES, CLASSES, layers=0), "a network has at least 1, not 0"),
+    ],
+    ids=["heads", "layers"],
+)
+def test_networks_that_cannot_be_are_refused(build: Callable[[], GraphNetwork], told: str) -> None:
+    with pytest.raises(gw.HyperparameterError, match=told):
+        build()

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from gradwire.errors import PayloadError
 from gradwire.exchange.method import check_seed, is_whole, require
@@ -45,7 +46,7 @@ def extended(exchange: HaloExchange | None, layer: int, rows: Sequence[torch.Ten
     """Return the own rows of each worker of this process, followed by those of its halo (collective).
 
     The gradient of a row of the halo is sent back to the owner by the same exchange, and added there; the backward pass
-    is collective, too.
+    is collective, too. Second derivatives are refused by a RuntimeError.
 
     Args:
         exchange: The exchange; None if one worker has the whole graph, without a halo.
@@ -65,7 +66,9 @@ class _Extended(torch.autograd.Function):
         halo = exchange.forward(layer, [own.detach().float() for own in rows])
         return tuple(torch.cat([own, other.to(own.dtype)]) for own, other in zip(rows, halo))
 
+    # In a second derivative the gradients of other workers would count as constants.
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         parts = [g.split([own, len(g) - own]) for g, own in zip(gradients, ctx.own)]
         added = ctx.exchange.backward(ctx.layer, [halo.float() for _, halo in parts], ctx.own)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gradwire.exchange.method import is_whole, require
 from gradwire.graphs.halo_plan import HaloExchange, extended
 from gradwire.graphs.subgraph import Subgraph
 
@@ -185,8 +186,14 @@ def forward_together(
 def _in_a_row(
     layer: Callable[[int, int], GraphLayer], features: int, classes: int, width: int, layers: int
 ) -> list[GraphLayer]:
-    sizes = [features, *[width] * (layers - 1), classes]
+    sizes = [*_sizes(features, width, layers), classes]
     return [layer(a, b) for a, b in itertools.pairwise(sizes)]
+
+
+def _sizes(features: int, width: int, layers: int) -> list[int]:
+    """Return the numbers of features that each layer takes."""
+    require(is_whole(layers, 1), "layers", f"a network has at least 1, not {layers!r}")
+    return [features, *[width] * (layers - 1)]
 
 
 class GCN(GraphNetwork):
@@ -197,6 +204,9 @@ class GCN(GraphNetwork):
         classes: Number of logits.
         width: Width of the hidden layers.
         layers: Number of layers, at least 1.
+
+    Raises:
+        HyperparameterError: ``layers`` is out of range.
     """
 
     def __init__(self, features: int, classes: int, *, width: int = 64, layers: int = 2) -> None:
@@ -211,6 +221,9 @@ class GraphSAGE(GraphNetwork):
         classes: Number of logits.
         width: Width of the hidden layers.
         layers: Number of layers, at least 1.
+
+    Raises:
+        HyperparameterError: ``layers`` is out of range.
     """
 
     def __init__(self, features: int, classes: int, *, width: int = 64, layers: int = 2) -> None:
@@ -228,10 +241,15 @@ class GAT(GraphNetwork):
         width: Width of the hidden layers, over all heads: a multiple of ``heads``.
         layers: Number of layers, at least 1.
         heads: Heads of the hidden layers; the last has one.
+
+    Raises:
+        HyperparameterError: ``layers`` is out of range, or ``width`` is no multiple of ``heads``.
     """
 
     def __init__(self, features: int, classes: int, *, width: int = 64, layers: int = 2, heads: int = 4) -> None:
-        sizes = [features, *[width] * (layers - 1)]
+        fits = is_whole(heads, 1) and (layers == 1 or width % heads == 0)
+        require(fits, "GAT", f"width is a multiple of heads, not {width!r} for {heads!r}")
+        sizes = _sizes(features, width, layers)
         hidden: list[GraphLayer] = [GATLayer(a, b // heads, heads) for a, b in itertools.pairwise(sizes)]
         super().__init__([*hidden, GATLayer(sizes[-1], classes, 1, joined=False)])
 
