@@ -31,6 +31,7 @@ from gradwire.exchange.drivers import LocalProfiler, Stage
 from gradwire.exchange.drivers.traffic import LARGE_BYTES
 from gradwire.exchange.ops import Op
 from gradwire.exchange.planning import CHUNK_NUMEL, Options, Planner, exchanged
+from gradwire.exchange.planning.planner import JOINED_NUMEL
 from gradwire.methods.spec import method as read_method
 from gradwire.model.cycle import cycle_of
 from gradwire.model.forecast import NOTHING, SIGMAS, WORTH, Loss, loss_of, why_apart
@@ -156,6 +157,8 @@ def method_of(spec: str, rounds: int) -> dict[str, Any]:
     sent = chosen.inner if chosen.traits.local_steps else chosen
     found: dict[str, Any] = {
         "spec": spec,
+        # Whether a link exchanges the buckets of a model with few enough elements as one.
+        "joins": planner_of(spec, LENGTHS[0], WORKERS[0]).joins_buckets,
         "apart": why_apart(spec) if spec != "fp32" else None,
         "block_size": getattr(sent, "block_size", 1),
         "local": None,
@@ -199,6 +202,7 @@ def main(words: Sequence[str] | None = None) -> None:
             "lengths": list(LENGTHS),
             "chunk_numel": CHUNK_NUMEL,
             "large_bytes": LARGE_BYTES,
+            "joined_numel": JOINED_NUMEL,
             "far": FAR,
             "sigmas": SIGMAS,
             "worth": WORTH,

@@ -109,6 +109,15 @@ const GradwireModel = (() => {
     return { asynchronous: known.asynchronous, prepare: stages(known.prepare, numel), chunks };
   }
 
+  /** Jobs of every bucket; a link exchanges the buckets of a small model as one, when the last is there. */
+  function bucketsOf(known, timeline, workers, constants) {
+    const numel = timeline.buckets.reduce((sum, b) => sum + b.numel, 0);
+    if (!known.joins || numel > constants.joined_numel)
+      return timeline.buckets.map((b) => jobsOf(known, b.numel, workers, constants));
+    const nothing = { asynchronous: false, prepare: [], chunks: [] };
+    return [...timeline.buckets.slice(1).map(() => nothing), jobsOf(known, numel, workers, constants)];
+  }
+
   const allStages = (buckets) => buckets.flatMap((b) => [b.prepare, ...b.chunks]).flat();
   const sentBytes = (buckets) => allStages(buckets).reduce((sum, s) => sum + s.sentBytes, 0);
 
@@ -407,13 +416,12 @@ const GradwireModel = (() => {
     const spread = Math.exp(constants.sigmas * machine.residual);
     const rows = [];
     data.methods.forEach((known, number) => {
-      const jobs = (b) => jobsOf(known, b.numel, workers, constants);
       let steps;
       let sent;
       if (known.local) ({ steps, sent } = cycleTime(timeline, known, workers, place, constants));
       else {
         // The first is DDP alone, which scales while it fills the bucket.
-        const buckets = timeline.buckets.map(jobs).map((b) => (number ? b : bare(b)));
+        const buckets = bucketsOf(known, timeline, workers, constants).map((b) => (number ? b : bare(b)));
         steps = stepTime(timeline, buckets, workers, place);
         sent = sentBytes(buckets);
       }
