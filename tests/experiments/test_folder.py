@@ -167,6 +167,15 @@ def test_metrics_are_cut_to_the_checkpoint(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [0, 1, 2, 3]
 
 
+def test_a_last_row_without_its_end_is_not_joined_with_the_next(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.append_row({**ROW, "step": 1})
+    run.metrics.write_bytes(run.metrics.read_bytes().rstrip())
+    run.cut_metrics(1)
+    run.append_row({**ROW, "step": 2})
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [1, 2]
+
+
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"holds no config\.json"):
         RunFolder(tmp_path).read_config()

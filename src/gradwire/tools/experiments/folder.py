@@ -266,10 +266,11 @@ class RunFolder:
         if not self.metrics.exists():
             return
         kept = []
-        for line in self.metrics.read_bytes().splitlines(keepends=True):
+        for line in self.metrics.read_bytes().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 if json.loads(line)["step"] <= last_step:
-                    kept.append(line)
+                    # The last one may lack its end, and the next row would be joined with it.
+                    kept.append(line + b"\n")
         write_durably(self.metrics, b"".join(kept))
 
     def pending(self, step: int) -> Path:
