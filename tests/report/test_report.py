@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from fake_runs import write_run
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from gradwire.exchange.method import SEED_BITS
 from gradwire.tools.report import ReportError, load_runs, summarize, write_report
 from gradwire.tools.report.figures import scale_bytes
 from gradwire.tools.report.page import render
@@ -129,6 +131,13 @@ def test_simulated_times_are_not_compared(tmp_path: Path) -> None:
 def test_runs_that_differ_are_not_compared(tmp_path: Path, change: dict[str, object]) -> None:
     text = paragraph(tmp_path, **change)
     assert "No fp32 run of the same task, seed and workers" in text
+
+
+def test_a_seed_is_as_long_as_a_link_takes_it(tmp_path: Path) -> None:
+    largest = (1 << SEED_BITS) - 1
+    assert summarize(*load_runs([write_run(tmp_path / "a", seed=largest)])).seed == largest
+    with pytest.raises(ReportError, match="seed is wrong"):
+        load_runs([write_run(tmp_path / "b", seed=largest + 1)])
 
 
 def test_labels_are_distinct_and_say_what_differs(tmp_path: Path) -> None:
@@ -269,6 +278,11 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_report([write_run(tmp_path / "a")], tmp_path / "no" / "page.html")
     with pytest.raises(ReportError, match=r"cannot write .*: Not a directory"):
         write_report([tmp_path / "a"], tmp_path / "a" / "config.json" / "page.html")
+
+
+def test_a_page_names_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / os.fsdecode(b"run\xff"))
+    assert r"run\udcff" in write_report([folder], tmp_path / "page.html").read_text("utf-8")
 
 
 def test_reading_runs_needs_no_matplotlib() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import GradwireError
+from gradwire.exchange.method import SEED_BITS
 
 
 class ReportError(GradwireError):
@@ -56,8 +57,12 @@ def _flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_WHOLE
+def _below(most: int) -> Form:
+    """Return a form that accepts whole numbers from 0 on, but no booleans."""
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most
+
+
+_whole, _seed = _below(MOST_WHOLE), _below(1 << SEED_BITS)
 
 
 def _number(value: Any) -> bool:
@@ -115,7 +120,7 @@ LINK = _record({}, {"choice": _or_none(CHOICE), "coder": _or_none(CODER), "fallb
 CONFIG: dict[str, Form] = {
     "method": _text,
     "task": _text,
-    "seed": _whole,
+    "seed": _seed,
     "world_size": _whole,
     "simulated": _flag,
     "versions": _mapping(_anything),

@@ -33,7 +33,8 @@ def write_report(folders: Iterable[Path], output: Path) -> Path:
     page = render(runs, left_out)
     temporary = output.with_name(output.name + ".tmp")
     try:
-        temporary.write_text(page, encoding="utf-8")
+        # The name of a folder may hold bytes that are no text.
+        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
         os.replace(temporary, output)
     except OSError as error:
         with contextlib.suppress(OSError):
