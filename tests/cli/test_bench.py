@@ -41,6 +41,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["--loopback", "--bandwidth", "1gbit"], "leave the bandwidth out"),
         (["--loopback", "--budget", "-1"], "seconds above 0"),
         (["--loopback", "--budget", "nan"], "seconds above 0"),
+        (["--loopback", "--budget", "inf"], "finite seconds above 0"),
         (["--loopback", "--cell-budget", "0"], "seconds above 0"),
         (["--loopback", "--compute", "slep"], "one of real, sleep, cuda is needed"),
         (["--loopback", "--figure", "no_such/figure.png"], "there is no folder no_such"),

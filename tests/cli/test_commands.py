@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,8 @@ from typer.testing import CliRunner, Result
 
 import gradwire as gw
 from gradwire.tools.cli.app import app
-from gradwire.tools.cli.show import handled, method_rows, unbiased_text
+from gradwire.tools.cli.main import main
+from gradwire.tools.cli.show import handled, method_rows, print_json, unbiased_text
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
@@ -101,6 +104,44 @@ def test_an_interrupted_command_claims_the_end_of_its_own_processes_alone(capsys
         raise KeyboardInterrupt
     assert caught.value.exit_code == 130
     assert capsys.readouterr().err == "gradwire: interrupted; all that it started is ended\n"
+
+
+def test_output_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(typer.Exit) as caught, handled(debug=False):
+            print("a row")
+    assert caught.value.exit_code == 1
+    assert "gradwire: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+def test_json_has_no_word_for_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json([{"loss": math.nan, "factor": math.inf, "steps": 3}])
+    assert json.loads(capsys.readouterr().out) == [{"loss": None, "factor": None, "steps": 3}]
+
+
+def test_output_shows_what_its_encoding_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    monkeypatch.setattr("gradwire.tools.cli.app.app", lambda prog_name: print("run\udcff \u00e9"))
+    main()
+    assert written.getvalue() == rb"run\udcff \xe9" + b"\n"
+
+
+def test_an_interruption_while_libraries_are_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "gradwire.tools.cli.app", Interrupted())  # type: ignore[arg-type]
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "gradwire: interrupted\n"
 
 
 def test_unknown_commands_and_options_are_bad_usage() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -29,8 +30,8 @@ def step(options: StepOptions) -> None:
     """
     check_figure(options.figure)
     for name, seconds in (("--budget", options.budget), ("--cell-budget", options.cell_budget)):
-        if seconds is not None and not seconds > 0:
-            raise UsageError(f"{name} {seconds:g}: seconds above 0 are needed")
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UsageError(f"{name} {seconds:g}: finite seconds above 0 are needed")
     if options.lab is not None:
         if options.hosts or options.bandwidth or options.loopback or _impairments(options):
             raise UsageError(

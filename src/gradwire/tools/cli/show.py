@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import math
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -28,12 +31,17 @@ WIDEST, NARROWEST = 1 << 16, 12
 
 @contextlib.contextmanager
 def handled(debug: bool) -> Iterator[None]:
-    """Turn gradwire's errors and Ctrl-C into one line and an exit code; with ``debug`` an error keeps its traceback."""
+    """Turn gradwire's errors, those of the system and Ctrl-C into one line and an exit code.
+
+    With ``debug`` an error keeps its traceback.
+    """
     from gradwire.errors import GradwireError, HyperparameterError
     from gradwire.tools.experiments.errors import UsageError
 
     try:
         yield
+        # What cannot be written is told here: once the process ends, Python would show its own message.
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("gradwire: interrupted; all that it started is ended", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -43,11 +51,33 @@ def handled(debug: bool) -> Iterator[None]:
         print(f"gradwire: {' '.join(str(error).split())}", file=sys.stderr)
         usage = isinstance(error, (HyperparameterError, UsageError))
         raise typer.Exit(USAGE if usage else FAILED) from None
+    except OSError as error:
+        # Who closes a pipe has read enough: typer ends the process in silence.
+        if debug or error.errno == errno.EPIPE:
+            raise
+        print(f"gradwire: {error}; --debug shows where", file=sys.stderr)
+        _drop_output()
+        raise typer.Exit(FAILED) from None
+
+
+def _drop_output() -> None:
+    """Let the rest of the output go nowhere if it cannot be written, so that the end of the process does not fail."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def print_json(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a list of flat objects on standard output."""
-    print(json.dumps([dict(row) for row in rows], indent=2))
+    """Print a list of flat objects on standard output; JSON has no infinity and no NaN, which become null."""
+    plain = [{key: _plain(value) for key, value in row.items()} for row in rows]
+    print(json.dumps(plain, indent=2))
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(table: Table) -> None:
