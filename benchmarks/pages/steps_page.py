@@ -30,6 +30,7 @@ from benchmarks.lib.results import ROOT, result, rows_of
 from benchmarks.pages.auto_page import auto_section, coder_section, residuals_section
 from benchmarks.pages.every_method_page import every_method
 from benchmarks.pages.links_page import long_links_section, messages_section, network_section
+from gradwire.model.calibrate import BOUNDS
 
 FIGURE = ROOT / "docs" / "figures" / "steps.png"
 
@@ -352,7 +353,7 @@ def model_section() -> list[str]:
         "## Predicted against measured",
         "",
         "`python benchmarks/speed/predictions.py` compares the model of `gradwire plan` with the measured steps. Codecs are timed on this machine; bytes and"
-        f" rounds are those of the methods' own protocols. The model's {len(m) - 2} costs were calibrated on {m['source']} (every third cell"
+        f" rounds are those of the methods' own protocols. The model's {len(BOUNDS)} costs were calibrated on {m['source']} (every third cell"
         f" in the order of model, hosts, bandwidth), and the other {s['judged_steps']} steps are used to judge it."
         " Timelines of the backward pass come from the unlimited cell with the same model and hosts, stretched to the median of its steps without an exchange in all cells.",
         "",
