@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import GradwireError
-from gradwire.exchange.method import SEED_BITS
 
 
 class ReportError(GradwireError):
@@ -24,7 +23,8 @@ class NotBegunError(ReportError):
 RECORD = 1
 """Version of ``config.json`` that this module reads, under "gradwire_run"."""
 
-MOST_WHOLE = 1 << 63
+MOST_WHOLE, MOST_SEED = 1 << 63, 1 << 1024
+"""Bounds of whole numbers, and of seeds, which have as many bits as a link takes."""
 
 TUNED = frozenset({"lr", "momentum", "optimizer", "schedule"})
 """Settings of a task that may differ in a comparison, since each method needs its own."""
@@ -62,7 +62,7 @@ def _below(most: int) -> Form:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most
 
 
-_whole, _seed = _below(MOST_WHOLE), _below(1 << SEED_BITS)
+_whole, _seed = _below(MOST_WHOLE), _below(MOST_SEED)
 
 
 def _number(value: Any) -> bool:
