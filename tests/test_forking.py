@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from gradwire.errors import GradwireError
-from gradwire.tools.processes import Child, can_fork, fork_all
+from gradwire.tools.processes import Child, can_fork, fork_all, module_command
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="child subreapers are Linux's")
 
@@ -97,3 +99,14 @@ def test_descriptors_are_the_child_s_alone(module: str) -> None:
             second.kill()
             second.wait()
             os.close(reader)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no -P")
+def test_modules_are_not_looked_for_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "argparse.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    done = subprocess.run([*module_command("json.tool"), "--help"], capture_output=True, check=False)
+    assert done.returncode == 0
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert "-P" not in module_command("json.tool"), "this process finds modules there"

@@ -127,6 +127,18 @@ def can_fork() -> bool:
     return sys.platform == "linux"
 
 
+def module_command(module: str) -> list[str]:
+    """Return the command that runs a module in a process of its own, which finds modules where this process does.
+
+    With ``-m`` alone Python looks in the current folder first, where a user's ``random.py`` would be imported in place
+    of the library's. From Python 3.11 on it can leave that folder out.
+    """
+    # Who started this process in a folder of packages wants them found there.
+    found = {"", os.getcwd()} if os.path.exists(os.curdir) else {""}
+    apart = sys.version_info >= (3, 11) and found.isdisjoint(sys.path)
+    return [sys.executable, *(["-P"] if apart else []), "-m", module]
+
+
 def fork_all(module: str, children: Sequence[Child]) -> list[ForkedProcess]:
     """Run the ``main()`` of a module in several forked processes, which become children of this process.
 
@@ -141,7 +153,7 @@ def fork_all(module: str, children: Sequence[Child]) -> list[ForkedProcess]:
     kept = [fd for child in children for fd in (child.output, *child.keeps)]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "gradwire.tools.processes"],
+            module_command("gradwire.tools.processes"),
             input=described.encode(),
             capture_output=True,
             pass_fds=kept,

@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from gradwire.tools.bench.rank import ENVIRONMENT
 from gradwire.tools.experiments.errors import RunError, WorkerError
 from gradwire.tools.experiments.launch import loopback
 from gradwire.tools.lab import Network, environment, start
-from gradwire.tools.processes import die_with_parent, killed_by, termination_unwinds
+from gradwire.tools.processes import die_with_parent, killed_by, module_command, termination_unwinds
 
 
 class OutOfTimeError(RunError):
@@ -91,7 +90,7 @@ class Ranks:
             raise
 
     def _start(self, host: int, variables: dict[str, str], port: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "gradwire.tools.bench.rank"]
+        command = module_command("gradwire.tools.bench.rank")
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._logs[host]}
         if self.network is not None:
             variables |= environment(self.network, host) | self._variables

@@ -15,7 +15,6 @@ import selectors
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,15 @@ from gradwire.tools.experiments.folder import LOCK_PATIENCE_S, RunFolder
 from gradwire.tools.experiments.train import OnStep, Row
 from gradwire.tools.experiments.worker import ENVIRONMENT, Part
 from gradwire.tools.lab import INTERFACE, PORT, LabError, Network, open_network
-from gradwire.tools.processes import Child, ForkedProcess, can_fork, fork_all, killed_by, termination_unwinds
+from gradwire.tools.processes import (
+    Child,
+    ForkedProcess,
+    can_fork,
+    fork_all,
+    killed_by,
+    module_command,
+    termination_unwinds,
+)
 
 GRACE_S = 10.0
 STOP_S = 60.0
@@ -161,7 +168,9 @@ class Crew:
                 os.close(reader)
             if isinstance(error, LabError):
                 raise
-            raise WorkerError(f"the workers cannot be started: {error}; use fewer --workers") from error
+            raise WorkerError(
+                f"the workers cannot be started: {error}; if memory or processes are short, use fewer --workers"
+            ) from error
         finally:
             for _, writer in pipes:
                 os.close(writer)
@@ -208,7 +217,7 @@ class Crew:
         return fork_all("gradwire.tools.experiments.worker", children)
 
     def _spawn(self, parts: Sequence[Part], logs: Sequence[IO[bytes]]) -> list[subprocess.Popen[bytes]]:
-        command = [sys.executable, "-m", "gradwire.tools.experiments.worker"]
+        command = module_command("gradwire.tools.experiments.worker")
         return [
             subprocess.Popen(
                 command,

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +15,7 @@ from typing import Any
 from gradwire.tools.lab.impairments import Outage
 from gradwire.tools.lab.iproute import Counters, LabError
 from gradwire.tools.lab.topology import Topology
-from gradwire.tools.processes import die_with_parent, killed_by
+from gradwire.tools.processes import die_with_parent, killed_by, module_command
 
 MOST_LATE_SHARE = 0.01
 MOST_SATURATED_SHARE = 0.01
@@ -141,7 +140,7 @@ class Relay:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gradwire.tools.lab.relay_process"],
+                module_command("gradwire.tools.lab.relay_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
