@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import save_file
 from weight_cases import copies, nudge, same, weights, zeros
 
 import gradwire as gw
@@ -435,3 +436,33 @@ def test_a_group_goes_on_after_a_step_that_failed_on_one_rank(three_ranks: Ranks
     assert source == [(0, True), (3, True), (4, True), (5, True), (7, True)]
     assert first == [(0, True), (0, False), (0, False), (3, True), (5, True), (5, False), (7, True)]
     assert second == [(0, True), (0, False), (0, False), (3, True), (4, True), (5, True), (5, False), (7, True)]
+
+
+def follow_after_bad_usage(folder: str) -> list[int | None]:
+    """Rank 0 publishes step 0 twice; rank 1 writes to nothing that there is at step 1; rank 2 follows in a file."""
+    trained, group, rank = weights(), dist.group.WORLD, dist.get_rank()
+    publisher = gw.WeightPublisher(trained, group) if rank == 0 else None
+    served: Any = Path(folder) / "w.safetensors" if rank == 2 else zeros(trained)
+    if rank == 2:
+        with pytest.raises(gw.IncompatibleError, match="in a process group a file has to be there"):
+            gw.WeightSubscriber(served, group)
+        save_file(zeros(trained), served)
+    subscriber = None if publisher else gw.WeightSubscriber(served, group)
+    found = list[int | None]()
+    for step in (0, 0, 1, 2, 3):
+        try:
+            if publisher is not None:
+                found.append(publisher.publish(step).step)
+            elif subscriber is not None:
+                found.append(subscriber.update("elsewhere" if (rank, step) == (1, 1) else None))
+        except gw.GradwireError:
+            found.append(None)
+        nudge(trained, step)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_group_goes_on_after_bad_usage_on_one_rank(three_ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 1 has passed over a patch, so that the next one does not follow, and asks for an anchor then."""
+    found = three_ranks(follow_after_bad_usage, str(tmp_path))
+    assert found == [[0, None, 1, 2, 3], [0, 0, None, None, 3], [0, 0, 1, 2, 3]]

@@ -208,15 +208,15 @@ class WeightPublisher:
             IncompatibleError: the tensors have another layout.
             ExchangeError: another publisher has taken over the place, or another rank could not publish its part.
         """
-        if not self._step < step < 2**63:
-            raise HyperparameterError(f"step {step} follows step {self._step}: steps ascend from 0")
         if self._channel is None:
             return self._publish(step, tensors)
         with self._channel.turn():
             return self._publish(step, tensors)
 
     def _publish(self, step: int, tensors: Weights | None) -> Publication:
-        with together(self._ranks, "read its tensors"):
+        with together(self._ranks, f"begin step {step}"):
+            if not self._step < step < 2**63:
+                raise HyperparameterError(f"step {step} follows step {self._step}: steps ascend from 0")
             # Anew, since a module may have other tensors by now.
             weights = self._readable(self._tensors if tensors is None else tensors)
             self._check_layout(weights)

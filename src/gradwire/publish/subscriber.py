@@ -27,6 +27,7 @@ from gradwire.publish.ways import rests_on_rounds, shortest_way
 from gradwire.publish.weights import LiveTensors, Weights, named_tensors
 
 STAGING = "staging"
+_NO_FILE = "in a process group a file has to be there: copy weights to it first, or follow a folder, a URL or a store"
 _ATTEMPTS = 3
 """Readings of the manifest before an update fails: a publisher may replace files meanwhile."""
 
@@ -66,7 +67,8 @@ class WeightSubscriber:
 
     Args:
         tensors: The tensors to write to: a module, named tensors, or a safetensors file or folder. Tensors may share
-            memory, as tied weights do. A file need not be there yet; each update replaces it at once.
+            memory, as tied weights do. Each update replaces a file at once; it need not be there yet, but in a process
+            group.
         where: The place that the publisher was given. With a process group, all other ranks call :meth:`update` once
             for each ``publish`` of rank 0.
         slices: For tensors that are parts of published ones, by name: a range of indices for each dimension, or for
@@ -122,6 +124,10 @@ class WeightSubscriber:
             check_slices(slices, list(local))
             self._held = Following(LiveTensors(local), boxes, slices, lossy)
         self._channel = GroupChannel(where) if is_group(where) else None
+        layout = self._held.weights.layout
+        if self._channel is not None and layout is None:
+            raise IncompatibleError(_NO_FILE)
+        self._most_bytes = 0 if layout is None else 2 * layout.nbytes + MAX_LAYOUT_BYTES
         self._place = None if self._channel else open_place(where)
         self._run, self._threads = run, threads or torch.get_num_threads()
         self._staged: Following | None = None
@@ -168,13 +174,13 @@ class WeightSubscriber:
                 in a file.
             HyperparameterError: ``into`` is neither None nor "staging".
         """
-        if into not in (None, STAGING):
-            raise HyperparameterError(f'into={into!r}: it is None or "{STAGING}"')
         held = self._held
         applied: list[AppliedFile] = []
         self._applied = applied
         try:
             with self._turn():
+                if into not in (None, STAGING):
+                    raise HyperparameterError(f'into={into!r}: it is None or "{STAGING}"')
                 self._take_tensors()
                 if into == STAGING:
                     held = self._staging()
@@ -190,10 +196,7 @@ class WeightSubscriber:
 
     def _turn(self) -> AbstractContextManager[None]:
         """Return a context in which this rank takes part in a step of a process group, whatever the body raises."""
-        layout = self._held.weights.layout
-        if self._channel is None or layout is None:
-            return nullcontext()
-        return self._channel.turn(_most_bytes(layout))
+        return nullcontext() if self._channel is None else self._channel.turn(self._most_bytes)
 
     def _fetch(self, held: Following, full: bool, applied: list[AppliedFile]) -> None:
         """Fetch and write the latest weights."""
@@ -289,11 +292,11 @@ class WeightSubscriber:
         held = following.only
         layout = held.layout
         if layout is None:
-            raise IncompatibleError("weights in files follow a folder, a URL or a store, not a process group")
+            raise IncompatibleError(_NO_FILE)
         # Without the patches before, what a method remembers of them is missing.
         lacking = held.recognised and self._source is not None and rests_on_rounds(self._source)
         channel.wants_anchor(full or lacking or held.sums is None)
-        lossy, files = channel.receive(_most_bytes(layout))
+        lossy, files = channel.receive(self._most_bytes)
         try:
             self._write_received(files, lossy, following, layout, applied)
         finally:
@@ -384,8 +387,3 @@ class WeightSubscriber:
         spent = (time.perf_counter() - began) / len(rows)
         applied += [replace(row, apply_s=row.apply_s + spent) for row in rows]
         return files
-
-
-def _most_bytes(layout: Layout) -> int:
-    """Return the most bytes of a file of weights."""
-    return 2 * layout.nbytes + MAX_LAYOUT_BYTES
