@@ -295,8 +295,14 @@ def test_a_group_is_served_by_its_first_rank(three_ranks: Ranks, tmp_path: Path)
     assert found == [("anchor", 0), *patches, ("anchor", 9), ("patch", 12)]
 
 
-def follow_rounds_in_a_group(folder: str, steps: int) -> list[tuple[int | None, bool]]:
+def follow_rounds_in_a_group(folder: str, steps: int, most: int) -> list[int | None]:
     """Rank 2 loses its weights once, and rank 0 falls behind for several steps, whose patches outweigh the weights."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gradwire.publish.relay.MOST_FILES", most)
+        return _follow_rounds_in_a_group(folder, steps)
+
+
+def _follow_rounds_in_a_group(folder: str, steps: int) -> list[int | None]:
     trained = {"w": torch.randn(3000, generator=torch.Generator().manual_seed(0))}
     rank, group = dist.get_rank(), dist.group.WORLD
     publisher = gw.WeightPublisher(trained, folder, 12, lossy="DIANA(compressor=QSGDinf())") if rank == 0 else None
@@ -320,11 +326,12 @@ def follow_rounds_in_a_group(folder: str, steps: int) -> list[tuple[int | None, 
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("most", [1024, 3])
 def test_ranks_that_lose_their_weights_begin_where_the_rounds_of_a_method_do(
-    three_ranks: Ranks, tmp_path: Path
+    most: int, three_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """After the step at which it was noticed, rank 2 follows step by step again."""
-    source, first, second = three_ranks(follow_rounds_in_a_group, str(tmp_path), 18)
+    """After the step at which it was noticed, rank 2 follows step by step again, also where the rounds are too many."""
+    source, first, second = three_ranks(follow_rounds_in_a_group, str(tmp_path), 18, most)
     assert source == first == [*range(5), *range(9, 18)]
     assert second == [*range(5), *range(9, 14), None, *range(15, 18)]
 

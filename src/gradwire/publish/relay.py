@@ -185,6 +185,8 @@ class GroupRelay:
         self._waiting = 0
         # Where a method remembers its rounds: an anchor of exact weights, and all patches since.
         self._since_anchor: list[Sequence[Octets | bytes]] = []
+        # Whether the other ranks hold weights without the rounds that led there, and can follow no patch of these.
+        self._apart = False
 
     def add(self, source: Manifest, held: Following, stage: StepFiles, data: Files) -> None:
         """Take files that have just been written to the weights at hand."""
@@ -200,15 +202,16 @@ class GroupRelay:
             # The weights change before they are broadcast: what waits is a copy.
             self._since_anchor = [[bytes(piece) for piece in pieces] for pieces in self._anchor(held)]
         elif self._since_anchor:
-            self._since_anchor += data
+            self._since_anchor = [*self._since_anchor, *data] if len(self._since_anchor) < MOST_FILES else []
 
     def flush(self, source: Manifest | None, held: Following) -> None:
         """Broadcast what has been taken, or what a rank can begin with if one needs it, or if that is shorter."""
         with self._channel.turn():
             whole = self._channel.wants_anchor(False)
-            files = self._pending
-            if whole or self._waiting > (source.nbytes if source else 0) or len(files) > MOST_FILES:
-                files = self._since_anchor if 0 < len(self._since_anchor) <= MOST_FILES else self._anchor(held)
+            files, most = self._pending, source.nbytes if source else 0
+            if whole or (self._apart and files) or self._waiting > most or len(files) > MOST_FILES:
+                files = self._since_anchor or self._anchor(held)
+                self._apart = source is not None and rests_on_rounds(source) and not self._since_anchor
             self._pending, self._waiting = [], 0
             self._channel.send(files, source.lossy if source else "")
 
