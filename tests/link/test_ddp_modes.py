@@ -266,11 +266,25 @@ def test_a_parameter_that_the_pass_before_did_not_use_tells_nothing_of_accumulat
 
 def test_an_empty_parameter_tells_nothing_of_accumulation() -> None:
     """All of its values are zeros."""
-    full, empty = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0))
+    full, empty = nn.Parameter(torch.ones(1 << 18)), nn.Parameter(torch.ones(0))
     accumulation = Accumulation(gw.method("signsgd"), {"full": full, "empty": empty})
     (full.sum() + empty.sum()).backward()
     accumulation.begin_anew()
     (full.sum() + empty.sum()).backward()
+    with pytest.raises(gw.IncompatibleError, match="added gradients to the outcome"):
+        accumulation.refuse()
+    accumulation.end()
+
+
+def test_accumulation_is_noticed_after_a_round_that_was_repeated() -> None:
+    """Members repeat a round with the gradients at hand."""
+    p = nn.Parameter(torch.ones(4))
+    accumulation = Accumulation(gw.method("signsgd"), {"p": p})
+    p.sum().backward()
+    for _ in range(2):
+        accumulation.refuse()
+        accumulation.begin_anew()
+    p.sum().backward()
     with pytest.raises(gw.IncompatibleError, match="added gradients to the outcome"):
         accumulation.refuse()
     accumulation.end()

@@ -37,7 +37,8 @@ class Accumulation:
         self._was_added = self._was_cleared = False
         self._stops = list[Callable[[], None]]()
         if (traits.direction or traits.owns_momentum) and not traits.local_steps:
-            leaves = {n: p for n, p in parameters.items() if p.is_leaf and p.requires_grad and not is_sharded(p)}
+            filled = {n: p for n, p in parameters.items() if p.numel() and not is_sharded(p)}
+            leaves = {n: p for n, p in filled.items() if p.is_leaf and p.requires_grad}
             sample = min(leaves, key=lambda name: abs(leaves[name].numel() - SAMPLE), default=None)
             for name, p in leaves.items():
                 self._watch(name, p, in_full=name == sample)
@@ -77,7 +78,8 @@ class Accumulation:
 
     def begin_anew(self) -> None:
         """Note that a round has been started: what its parameters hold from now on is its outcome."""
-        self._outcomes, self._arrived = self._arrived, set()
+        # A round may be repeated, with the gradients that have arrived before.
+        self._outcomes, self._arrived = self._arrived or self._outcomes, set()
         self._was_added = self._was_cleared = False
 
     def end(self) -> None:
