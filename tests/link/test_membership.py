@@ -8,7 +8,7 @@ import time
 import zlib
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -327,6 +327,27 @@ def test_what_is_no_parameters_and_no_optimizer_is_refused_as_without_a_membersh
     refused = pytest.raises(gw.HyperparameterError, match=f"{wrong}: .* needed")
     with crew() as workers, gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret) as membership, refused:
         gw.Link(parameters, "terngrad", group=membership, **given)
+
+
+class Unheard:
+    """An optimizer of whose steps nobody is told."""
+
+    param_groups: ClassVar[list[dict[str, Any]]] = []
+
+    def step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_an_optimizer_whose_steps_nobody_can_hear_is_refused_before_anybody_waits() -> None:
+    refused = pytest.raises(gw.IncompatibleError, match="its steps cannot be counted")
+    with crew() as workers, gw.join(f"127.0.0.1:{workers.port}", secret=workers.secret) as membership:
+        with refused:
+            gw.Link([nn.Parameter(torch.zeros(10))], "LocalSGD(every=2)", group=membership, optimizer=Unheard())
+        # Nobody was asked to take it in.
+        assert membership._link is None
 
 
 @pytest.mark.parametrize("ends", ["a", "b"])

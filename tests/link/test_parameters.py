@@ -76,9 +76,9 @@ def test_what_is_no_optimizer_is_refused_with_what_is_needed(given: Any, words: 
 class OfItsOwn:
     """An optimizer that is not PyTorch's."""
 
-    def __init__(self, *inside: torch.optim.Optimizer) -> None:
+    def __init__(self, inner: Any = None) -> None:
         self.param_groups: list[dict[str, Any]] = []
-        self.inner = inside[0] if inside else None
+        self.inner = inner
 
     def step(self) -> None:
         pass
@@ -89,7 +89,9 @@ def test_an_optimizer_whose_steps_nobody_can_hear_is_refused_where_they_count() 
         check_kinds(None, OfItsOwn(), counts=True)
     check_kinds(None, OfItsOwn())
     check_kinds(torch.amp.GradScaler("cpu"), OfItsOwn(), counts=True)
-    check_kinds(None, OfItsOwn(torch.optim.SGD(nn.Linear(2, 3).parameters())), counts=True)
+    inside = OfItsOwn(torch.optim.SGD(nn.Linear(2, 3).parameters()))
+    for inner in (inside.inner, inside, [inside.inner], {"a": inside.inner}):
+        check_kinds(None, OfItsOwn(inner), counts=True)
 
 
 def test_what_is_no_link_is_neither_saved_nor_loaded(tmp_path: Path) -> None:

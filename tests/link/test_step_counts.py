@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gradwire as gw
 from gradwire.link.failures import WarnOnce
-from gradwire.link.found_optimizers import OptimizerSearch
+from gradwire.link.found_optimizers import EveryStep, OptimizerSearch
 from gradwire.link.step_counts import StepCount
 from log_texts import LogTexts
 
@@ -164,3 +165,29 @@ def test_a_link_that_ends_while_an_optimizer_goes_through_its_hooks_does_not_end
         for search in searches:
             search.end()
     assert not torch.equal(other.detach(), torch.zeros(4))
+
+
+class Cycle:
+    """What is freed by a collection alone."""
+
+    itself: Any = None
+
+
+def test_a_link_that_is_collected_while_functions_are_listed_does_not_end_the_step() -> None:
+    steps, told = EveryStep(lambda hook: None), list[Any]()
+    for _ in range(1000):
+        steps.add(told.append)
+    optimizer, before = sgd(torch.nn.Parameter(torch.zeros(4))), gc.get_threshold()
+    gc.collect()
+    # Young enough for the next collection.
+    link = Cycle()
+    link.itself = link
+    weakref.finalize(link, steps.add(told.append))
+    del link
+    try:
+        # Python may collect when it makes any of the objects that hold others.
+        gc.set_threshold(500)
+        steps._tell(optimizer)
+    finally:
+        gc.set_threshold(*before)
+    assert len(told) in (1000, 1001)

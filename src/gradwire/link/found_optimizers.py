@@ -58,9 +58,10 @@ class EveryStep:
         return end
 
     def _tell(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for key, call in list(self._calls.items()):
+        # Not of items: the tuples that are made for them may set off a collection, and so the end of a link's call.
+        for key in list(self._calls):
             # The call before may have ended this one.
-            if key in self._calls:
+            if (call := self._calls.get(key)) is not None:
                 call(optimizer)
 
 
@@ -266,13 +267,20 @@ def check_kinds(grad_scaler: Any, optimizer: Any, *, counts: bool = False) -> No
             "optimizer: the torch optimizer of the parameters is needed, or None, not "
             f"{described(optimizer)}; of several, the one of the parameters that the method compresses"
         )
-    inside = getattr(optimizer, "__dict__", {}).values()
-    told = hasattr(optimizer, "register_step_post_hook") or any(isinstance(x, torch.optim.Optimizer) for x in inside)
-    if counts and not grad_scaler and not told:
+    if counts and not grad_scaler and not (hasattr(optimizer, "register_step_post_hook") or _holds_one(optimizer)):
         raise IncompatibleError(
             f"{type(optimizer).__name__} is no torch optimizer and holds none, so that its steps cannot be counted: "
             "leave it out, and call link.after_step() after each of them"
         )
+
+
+def _holds_one(found: object, levels: int = 3) -> bool:
+    """Return whether an object is a torch optimizer or holds one, also in a list, a mapping or another object."""
+    if isinstance(found, torch.optim.Optimizer):
+        return True
+    inside = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+    held = found if isinstance(found, list | tuple) else inside.values()
+    return levels > 0 and any(_holds_one(one, levels - 1) for one in held)
 
 
 def scale_of(grad_scaler: Any) -> float:

@@ -94,9 +94,9 @@ class MembershipLink(WatchingLink):
         """Check what the user asked for; return the digest of what all members must have in common."""
         parameters, method, count, options = self._asked
         check_lanes(count)
-        check_kinds(self.grad_scaler, self.optimizer)
-        self._party.check_carried(self.optimizer)
         self.method, self.options = read_method(method), Options.of(options)
+        check_kinds(self.grad_scaler, self.optimizer, counts=bool(self.method.traits.local_steps))
+        self._party.check_carried(self.optimizer)
         named, reason = named_parameters(parameters), refusal(self.method)
         if self.options.fallback is not None:
             reason = "a fallback is chosen over fixed ranks"
