@@ -199,7 +199,7 @@ class SimulatedLocalSteps:
     def _count(self, discarded: bool) -> None:
         self._discarded = self._discarded + 1 if discarded else 0
         self.link.skipped_rounds += discarded and not self._is_counted
-        if self._discarded == MOST_DISCARDED:
+        if self._discarded >= MOST_DISCARDED:
             raise ExchangeError(GIVES_UP)
 
     def _mean(self) -> dict[str, torch.Tensor]:
