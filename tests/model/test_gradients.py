@@ -121,19 +121,21 @@ def test_other_ranks_have_the_values_of_a_parameter_within_it() -> None:
 
 
 def profiled() -> Profile:
-    """Profile a model of whose inputs most are always zero."""
+    """Profile a model of whose inputs most are always zero, and whose last layer begins with zeros."""
     torch.manual_seed(0)
     inputs = torch.randn(16, 256)
     inputs[:, 32:] = 0.0
 
     def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+        last = nn.Linear(64, 8)
+        nn.init.zeros_(last.weight)
+        return nn.Sequential(nn.Linear(256, 64), nn.ReLU(), last)
 
     return profile_module("a model", make, lambda module, step: module(inputs).square().mean())
 
 
 @pytest.mark.ranks
-def test_a_profile_has_the_quantiles_of_its_first_step_and_keeps_them(tmp_path: Path) -> None:
+def test_a_profile_has_the_quantiles_of_its_first_gradients_and_keeps_them(tmp_path: Path) -> None:
     known = profiled()
     assert set(known.quantiles) == set(known.parameters)
     again = drawn({"0.weight": 1 << 14}, known.quantiles, torch.Generator().manual_seed(0))

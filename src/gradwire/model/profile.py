@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -80,6 +81,11 @@ class Timeline:
         return cls(**{**record, "buckets": buckets})
 
 
+LOOKS = 4
+"""Most steps in which the values of a gradient are looked at: in the first ones they may be zero, where a layer begins
+with weights of zeros, or not be finite, until a scale of the loss has been found."""
+
+
 class Recorder:
     """Measures steps of a DDP module without its exchange.
 
@@ -94,7 +100,8 @@ class Recorder:
 
     Attributes:
         reduced: Names of the parameters that the module reduces.
-        quantiles: Quantiles of the values of their gradients, by name, in the first step.
+        quantiles: Quantiles of the values of their gradients, by name, in the first step in which these are finite and
+            not all zero; if there is none among the first :data:`LOOKS` steps, in the last of them.
     """
 
     def __init__(self, module: Any, automatic: bool = False) -> None:
@@ -103,6 +110,7 @@ class Recorder:
         # By identity: DDP goes on to reduce those parameters of the root module itself that it was told to ignore.
         self.reduced = frozenset(self._names[id(p)] for p in module._build_params_for_reducer()[0])
         self.quantiles: dict[str, tuple[float, ...]] = {}
+        self._looks = Counter[str]()
         self._marks: list[float] = []
         self._buckets: list[tuple[float, tuple[str, ...], int]] = []
         self._steps: list[tuple[list[float], list[tuple[float, tuple[str, ...], int]]]] = []
@@ -133,8 +141,9 @@ class Recorder:
         names = tuple(self._names[id(p)] for p in bucket.parameters())
         self._buckets.append((time.perf_counter(), names, bucket.buffer().numel()))
         for name, gradient in zip(names, bucket.gradients()):
-            # Once, since it takes longer than some steps.
-            if name not in self.quantiles:
+            # As few times as it can be, since it takes longer than some steps.
+            if self._looks[name] < LOOKS and not any(self.quantiles.get(name, ())):
+                self._looks[name] += 1
                 self.quantiles[name] = quantiles(gradient)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
