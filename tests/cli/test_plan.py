@@ -280,6 +280,21 @@ def test_of_a_method_that_chooses_the_candidates_are_predicted_and_what_they_cos
     assert f"terngrad: {notes['terngrad']}" not in shown
 
 
+def test_the_options_of_a_task_count_for_a_profile_of_it_that_was_kept(calibration: Path, small_model: Path) -> None:
+    """A training of logreg compresses its one small vector."""
+    known = Profile.read(small_model)
+    bucket = dataclasses.replace(known.timeline.buckets[0], numel=1000)
+    timeline = dataclasses.replace(known.timeline, buckets=(bucket,))
+    words = ["plan", "--profile", small_model, "--hosts", 2, "--bandwidth", "1gbit", "--method", "terngrad"]
+    sent = []
+    for source in ("a test", "logreg"):
+        parameters = {"weight": ((1000,), (1,))}
+        dataclasses.replace(known, source=source, parameters=parameters, timeline=timeline).save(small_model)
+        rows = json.loads(call(*words, "--calibration", calibration, "--json").stdout)
+        sent.append(rows[-1]["sent_bytes"])
+    assert sent[1] < sent[0] / 4
+
+
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [

@@ -142,6 +142,15 @@ def test_rows_of_methods_without_an_exchange_of_their_own_in_every_step_are_left
     assert said == [told]
 
 
+def test_rows_of_nodes_whose_size_is_not_stated_are_left_out_and_named(no_kernels: object) -> None:
+    variants = ("compute", "gradwire hierarchical", "gradwire Hierarchical(TernGrad(), node_size=2)")
+    rows = [row("lenet", 4, 1e9, variant, 0.1) for variant in variants]
+    said: list[str] = []
+    assert [case.row["variant"] for case in predict.cases_of(rows, said.append)] == [variants[2]]
+    (told,) = [line for line in said if line.startswith("left out")]
+    assert told.endswith("(node_size): the rows of gradwire hierarchical")
+
+
 def test_what_the_model_cannot_know_is_left_out_and_ddp_is_the_method_that_equals_it(
     no_kernels: list[tuple[Any, ...]],
 ) -> None:

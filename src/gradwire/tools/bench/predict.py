@@ -64,8 +64,8 @@ def cases_of(
 
     Rows of computing alone, of PyTorch's PowerSGD hook and of ranks that slept are left out: the model assumes that
     ranks share cores while they compute. So are rows of clusters whose links differ or fail, since the model knows one
-    link, and rows of methods that choose among others, exchange in some steps only, or exchange shards; ``say`` is told
-    of both.
+    link, rows of methods that choose among others, exchange in some steps only, or exchange shards, and rows of methods
+    on nodes whose size they do not state; ``say`` is told of all three.
 
     Codecs are timed here, one exchange after the other; at the deadline the cases so far are returned. The timeline is
     that of the unlimited (or fastest) cell of the same model and hosts, since a user profiles once, not for each
@@ -117,7 +117,7 @@ def cases_of(
 def predictable(rows: Sequence[Row], say: Callable[[str], None]) -> list[Row]:
     """Return the rows that :func:`cases_of` does not leave out, and those of its timelines."""
     rows = [row for row in rows if compute_of(row) == "real"]
-    return of_every_step(of_one_link(rows, say), say)
+    return of_known_nodes(of_every_step(of_one_link(rows, say), say), say)
 
 
 def of_one_link(rows: Sequence[Row], say: Callable[[str], None]) -> list[Row]:
@@ -139,6 +139,17 @@ def of_every_step(rows: Sequence[Row], say: Callable[[str], None]) -> list[Row]:
     return [row for row in rows if row["variant"] not in others]
 
 
+def of_known_nodes(rows: Sequence[Row], say: Callable[[str], None]) -> list[Row]:
+    """Return the rows of methods whose nodes are known, and tell ``say`` in one line of the others."""
+    others = {row["variant"] for row in rows if not _has_known_nodes(row["variant"], row["hosts"])}
+    if others:
+        say(
+            "left out, since they do not state the ranks of a node (node_size): the rows of "
+            + "; ".join(sorted(others))
+        )
+    return [row for row in rows if row["variant"] not in others]
+
+
 def _spec(variant: str) -> str:
     return OWN.get(variant) or variant.partition(" ")[2]
 
@@ -150,6 +161,16 @@ def _exchanges_buckets(variant: str) -> bool:
         return False
     traits = gw.method(_spec(variant)).traits
     return not (traits.tries or traits.local_steps or traits.at_own_pace)
+
+
+def _has_known_nodes(variant: str, hosts: int) -> bool:
+    if variant in NO_METHOD:
+        return True
+    try:
+        gw.method(_spec(variant)).scopes(hosts)
+    except gw.IncompatibleError:
+        return False
+    return True
 
 
 def _topology(row: Row) -> Topology:

@@ -87,7 +87,7 @@ def plan(options: PlanOptions) -> None:
         # Profile first: a fault in a script then shows before a minute of calibration.
         known = _profile(options.profile, arguments, options.data)
         machine = _machine(options)
-    options_of_task = usual_options(options.profile)
+    options_of_task = usual_options(known.source)
     rehearsed: Rehearsed = {}
     rows: list[dict[str, Any]] = []
     curves: list[tuple[str, Forecast]] = []
