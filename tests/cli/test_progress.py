@@ -106,6 +106,9 @@ def test_lines_of_evaluations_count_as_signs_of_life_and_the_last_one_is_always_
     shown.tick()
     assert lines[1:] == ["  step 20/1000  starting simulated workers, 10 s so far, loss 0.500, acc. 75.00 %"]
     shown.row(row(1000, "eval", accuracy=0.9, step_time_s=None))
+    for _ in range(2):
+        clock.now += 10
+        shown.tick()
     assert lines[2:] == ["  step 1000/1000  loss 0.500, acc. 90.00 %"]
 
 

@@ -98,7 +98,7 @@ class Progressing:
         self.last: Mapping[str, Any] = {}
         self.title, self.steps = "", 0
         self._clock, self._every_s = clock, every_s
-        self._activity, self._step = "", 0
+        self._activity, self._step, self._line = "", 0, ""
         self._rate = Rate(clock)
         self._began_s = self._printed_s = clock()
         self._stop = threading.Event()
@@ -122,7 +122,7 @@ class Progressing:
         self._finish()
         kind = "simulated workers" if config.simulate else "workers"
         self.title, self.steps, self.accuracy = config.method, config.task.steps, None
-        self._activity, self._step = f"starting {kind}", 0
+        self._activity, self._step, self._line = f"starting {kind}", 0, ""
         self._rate, self._began_s = Rate(self._clock), self._clock()
         self._printed_s = self._began_s
         place = f" on {config.lab}" if config.lab else ""
@@ -165,9 +165,9 @@ class Progressing:
             self._print_line()
 
     def tick(self) -> None:
-        """Write a plain line if one is due."""
+        """Write a plain line if one is due and says anything new: after the last step, the report is written."""
         if self._is_due():
-            self._print_line()
+            self._print_line(again=False)
 
     def logs(self, logs: Mapping[int, str]) -> None:
         """Show the output of a failed run's workers, if debugging."""
@@ -183,10 +183,12 @@ class Progressing:
     def _is_due(self) -> bool:
         return self._every_s is not None and self._clock() - self._printed_s >= self._every_s
 
-    def _print_line(self) -> None:
+    def _print_line(self, *, again: bool = True) -> None:
         with self._lock:
             self._printed_s = self._clock()
-            self.say(f"  step {self._step}/{self.steps}  {self._now()}")
+            before, self._line = self._line, f"  step {self._step}/{self.steps}  {self._now()}"
+            if again or self._line != before:
+                self.say(self._line)
 
     def _now(self) -> str:
         with self._lock:
