@@ -355,7 +355,7 @@ def model_section() -> list[str]:
         "`python benchmarks/speed/predictions.py` compares the model of `gradwire plan` with the measured steps. Codecs are timed on this machine; bytes and"
         f" rounds are those of the methods' own protocols. The model's {len(BOUNDS)} costs were calibrated on {m['source']} (every third cell"
         f" in the order of model, hosts, bandwidth), and the other {s['judged_steps']} steps are used to judge it."
-        " Timelines of the backward pass come from the unlimited cell with the same model and hosts, stretched to the median of its steps without an exchange in all cells.",
+        " Timelines of the backward pass come from the unlimited cell with the same model and hosts, stretched to the step without an exchange of each cell.",
         "",
         "| | measured | goal |",
         "|---|---:|---:|",
