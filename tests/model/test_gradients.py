@@ -58,6 +58,7 @@ def test_a_parameter_without_elements_hides_no_quantiles() -> None:
     one, both = ({"w": NUMEL["w"]}, {"nothing": 0, "w": NUMEL["w"]})
     found = [drawn(numel, known, torch.Generator().manual_seed(2)) for numel in (one, both)]
     assert torch.equal(*found)
+    assert not len(drawn({"nothing": 0}, known, torch.Generator()))
     assert float((found[0] == 0).float().mean()) > 0.9
 
 

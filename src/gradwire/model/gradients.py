@@ -56,7 +56,7 @@ def drawn(numel: Mapping[str, int], known: Quantiles, generator: torch.Generator
     # A parameter without elements has no quantiles.
     if not all(known.get(name) for name, count in numel.items() if count):
         return torch.randn(sum(numel.values()), generator=generator, dtype=torch.float32, device="cpu")
-    limits, parts = probabilities().float(), []
+    limits, parts = probabilities().float(), [torch.empty(0, dtype=torch.float32, device="cpu")]
     for name, count in ((name, count) for name, count in numel.items() if count):
         values = torch.tensor(known[name], dtype=torch.float32, device="cpu")
         at = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
