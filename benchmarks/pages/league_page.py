@@ -251,7 +251,7 @@ def section() -> list[str]:
         return []
     head = HEAD.format(
         where=where(found),
-        runs=found["runs"],
+        runs=found["ended"],
         minutes=found["cpu_minutes"],
         samples=found["samples"],
         workers=found["workers"],
@@ -398,7 +398,7 @@ def draw() -> None:
         axes.set_xscale("log")
         axes.set(xlabel="sent by one worker, MB", ylabel="validation loss, nats a character", title=f"{steps} steps")
         axes.grid(alpha=0.3)
-        axes.margins(x=0.2, y=0.12)
+        axes.margins(x=0.3, y=0.12)
         place(axes, names)
     figure.savefig(FIGURE, dpi=110)
 
@@ -409,13 +409,16 @@ def is_density(name: str) -> bool:
 
 
 def place(axes: Any, names: Sequence[tuple[float, float, str]]) -> None:
-    """Write names beside their points, from the top, each below the one before where they would touch."""
+    """Write names beside their points, from the top, each below the one before where they would touch.
+
+    A name is about a decade long.
+    """
     low, high = axes.get_ylim()
     step = 0.045 * (high - low)
     below: dict[int, float] = {}
     for x, y, name in sorted(names, key=lambda point: -point[1]):
         column = round(2 * math.log10(x))
-        at = min(y, *(below[near] - step for near in (column - 1, column, column + 1) if near in below), y)
+        at = min(y, *(below[near] - step for near in range(column - 2, column + 3) if near in below), y)
         below[column] = at
         axes.annotate(
             name,
