@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,17 +339,23 @@ def test_plan_hands_every_option_on(reached: dict[str, Any], monkeypatch: pytest
     words += ["--method", "bf16", "--method", "qsgd"]
     assert isinstance(call("plan", *words).exception, Reached)
     assert (reached["name"], reached["words"]) == ("profile_name", ("mnist", "here"))
-    monkeypatch.setattr(plan_command, "profile_name", lambda name, data: name)
+    found = SimpleNamespace(source="mnist")
+    monkeypatch.setattr(plan_command, "profile_name", lambda *words: found)
     assert isinstance(call("plan", *words).exception, Reached)
     profile, methods, setting, machine, options = reached["words"]
-    assert (profile, list(methods), machine, options) == ("mnist", ["bf16", "qsgd"], DEFAULT, Options())
+    assert (profile, list(methods), machine, options) == (found, ["bf16", "qsgd"], DEFAULT, Options())
     link = LinkModel(bandwidth_bytes_per_s=1e7, latency_s=0.005, loss=0.005, congestion="bbr")
     assert setting == Scenario(hosts=3, ranks_per_host=4, cores=6, link=link)
 
 
 def test_plan_profiles_a_script_with_its_words(reached: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(plan_command, "profile_script", lambda *words: given.append(words))
+
+    def profiled(*words: Any) -> Any:
+        given.append(words)
+        return SimpleNamespace(source="train.py")
+
+    monkeypatch.setattr(plan_command, "profile_script", profiled)
     monkeypatch.setattr(plan_command, "_machine", lambda *words: DEFAULT)
     assert isinstance(call("plan", "--profile", "train.py", "--", "--epochs", "3").exception, Reached)
     assert given == [(Path("train.py"), ["--epochs", "3"])]
