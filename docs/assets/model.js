@@ -435,6 +435,8 @@ const GradwireModel = (() => {
         speedup: (rows.length ? rows[0].step_s : steps.stepS) / steps.stepS,
         sent_bytes: Math.round(sent),
         bottleneck: bottleneck(steps),
+        busy_s: steps.busyS,
+        wire_s: steps.wireS,
         worker_steps_per_s: workers / steps.stepS,
         exchange_every: known.local ? known.local.every : 1,
         extrapolated: beyond(machine, workers, link, constants.far),

@@ -72,7 +72,11 @@ def check(cell: Cell, rows: list[dict[str, Any]], reason: str) -> None:
         assert mine["sent_bytes"] == pytest.approx(its["sent_bytes"], rel=off, abs=slack), where
         slack_s = slack * cell.ranks_per_host / cell.bytes_per_s if cell.bytes_per_s else 0.0
         assert mine["floor_s"] == pytest.approx(its["floor_s"], rel=off, abs=slack_s), where
-        for name in ("bottleneck", "extrapolated", "world_size", "exchange_every"):
+        # Bytes of both differ a little, which decides where the link and the codec take the same time.
+        if mine["bottleneck"] != its["bottleneck"]:
+            assert mine["busy_s"] == pytest.approx(mine["wire_s"], rel=2 * off), f"bottleneck: {where}"
+            reason = reason.replace(f"bounded by {mine['bottleneck']}", f"bounded by {its['bottleneck']}")
+        for name in ("extrapolated", "world_size", "exchange_every"):
             assert mine[name] == its[name], f"{name}: {where}"
     # Words alike; numbers of a sentence may differ by one in their last, third digit.
     (words, numbers), (its_words, its_numbers) = apart(reason), apart(cell.reason)
