@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.lib.page_parts import ms, provenance, where
 from benchmarks.lib.results import result, rows_of
+from gradwire.tools.bench.pace import settling_s
 from gradwire.tools.lab import Topology, format_rate
 
 
@@ -113,6 +114,27 @@ def messages_section() -> list[str]:
         times = [f"{ms(r['mean_s'])} ({ms(r['quartiles_s'][0])} - {ms(r['quartiles_s'][1])})" for r in cell.values()]
         name = link_of(lab).removesuffix(f", {setup.split(',')[0]}")
         lines.append(f"| {name} | {setup} | {1e3 * pause_s:g} ms | {' | '.join(times)} |")
+    return [*lines, "", *_settled()]
+
+
+def _settled() -> list[str]:
+    """Describe how long messages take under CUBIC before and after the window has settled."""
+    found = result("speed/settling")
+    if not found:
+        return []
+    lines = [
+        "`sudo python benchmarks/speed/settling.py` sent messages for longer, under CUBIC. The table shows the mean milliseconds of those that began in the first"
+        f" {found['first_s']:g} s, and of those after ten losses of a connection that sends all the time (*settling*). *Predicted* is a round trip and the bytes at the rate of the performance"
+        f" model. {where(found)}.",
+        "",
+        "| link | bytes | at first | settling, s | settled | messages | predicted |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        lines.append(
+            f"| {link_of(row['lab'])} | {row['size_bytes']:,} | {ms(row['first_mean_s'])} | {row['settling_s']:.1f} | {ms(row['settled_mean_s'])} |"
+            f" {row['settled_messages']} | {ms(row['predicted_s'])} |"
+        )
     return [*lines, ""]
 
 
@@ -135,7 +157,7 @@ def long_links_section() -> list[str]:
         f"`python benchmarks/speed/long_links.py` measured {len(_cells(rows))} cells, each by one `gradwire bench step --delay ... --loss ...` whose exchanges take turns."
         " The table shows milliseconds per step: the median, and in brackets the percentiles 20 and 80. Delays are one way. In each turn of an"
         " exchange, up to three steps at the beginning are not counted, since TCP starts slowly after the turns of the others. Where frames are lost under CUBIC, each exchange first"
-        " takes steps for 3 to 36 s, until ten losses have given its connections' windows their mean (`src/gradwire/tools/bench/pace.py`). `compute` exchanges nothing."
+        f" takes steps for {_settling(rows)} s, until ten losses have given its connections' windows their mean (`src/gradwire/tools/bench/pace.py`). `compute` exchanges nothing."
         f" The exchange that takes the least time is in bold. TCP's congestion control is {controls} unless the link names another. `benchmarks/results/speed/step_long_links.jsonl` has the"
         f" rows with floors, bytes and the segments that TCP sent again. {provenance(rows[0])}.",
         "",
@@ -148,6 +170,12 @@ def long_links_section() -> list[str]:
         lines.append(f"| {model} | {hosts} | {link_of(lab)} | {' | '.join(shown)} |")
     limits = f"Steps in which the relay was a limit: {'. '.join(limited) if limited else 'none'}."
     return [*lines, "", limits, "", *_predicted()]
+
+
+def _settling(rows: Sequence[dict[str, Any]]) -> str:
+    """Write the range of seconds in which windows settled."""
+    found = [settling_s(Topology.parse(row["lab"]).links(), row["tcp_congestion_control"]) for row in rows]
+    return f"{min(s for s in found if s):.0f} to {max(found):.0f}"
 
 
 def _cells(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int, str], dict[str, dict[str, Any]]]:

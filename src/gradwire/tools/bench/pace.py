@@ -54,17 +54,20 @@ def lead(step_s: float, budget_s: float, links: Sequence[Impairments]) -> int:
 
 
 SETTLING_LOSSES = 10
-"""Losses of a connection after which its window has its mean: each makes Cubic's 0.7 times as long, all 0.03 times."""
+"""Losses of a connection after which its window has its mean: under CUBIC each leaves 0.7 of it, ten leave 0.03."""
 
 
 def settling_s(links: Sequence[Impairments], congestion: str) -> float:
-    """Return the seconds that exchanges take steps before any are measured, until windows have their mean.
+    """Return the seconds for which an exchange takes steps before any are measured, until windows have their mean.
 
-    A connection begins with a window as long as a message, and each loss shortens it. A benchmark of a few seconds
-    would see few losses, and a training sees thousands: 1.25 MB by Cubic at 1 Gbit/s, 20 ms and 0.1 % took 0.3 s at
-    first, and 0.9 s from the fifteenth loss on. With the rate r of
-    :func:`gradwire.model.machine.connection_rate` and the loss p, it is 10 segments / (p r): 0 under BBR, which hardly
-    heeds losses.
+    A window begins as long as a message, and each loss shortens it. A benchmark of a few seconds would see few losses,
+    where a training sees thousands (``benchmarks/speed/settling.py`` measures both). With the rate r in bytes a second
+    of :func:`gradwire.model.machine.connection_rate`, the share p of lost segments and 1448 bytes a segment, a
+    connection that sends all the time has lost ten segments after::
+
+        10 * 1448 / (p r)
+
+    Under BBR it is 0, since its rate is infinite there.
 
     Args:
         links: Links of hosts, in one direction.
