@@ -229,6 +229,12 @@ def test_the_saving_is_told_as_times_less_and_bits_per_element() -> None:
     assert summary([Stub()]).endswith("sent 10.00 MB instead of 9.90 MB, about as much (32.32 bits per element)")
     row = {"loss": 1.0, "step_time_s": None, "bits_per_element": 64.0}
     assert metrics(row, None) == ["loss 1.000", "64.00 bits (x2.0 more)"]
+    # What is about as much is neither less nor more.
+    assert [metrics({**row, "bits_per_element": bits}, None)[-1] for bits in (31.999, 32.001, 16.0)] == [
+        "32.00 bits",
+        "32.00 bits",
+        "16.00 bits (x2.0 less)",
+    ]
     assert "built no DistributedDataParallel module" in summary([])
 
 

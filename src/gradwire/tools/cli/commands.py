@@ -222,8 +222,9 @@ def metrics(row: Mapping[str, Any], accuracy: float | None) -> list[str]:
         parts.append(f"{seconds_text(row['step_time_s'])}/step")
     if row["bits_per_element"]:
         factor = 32.0 / row["bits_per_element"]
-        times = f"x{factor:.1f} less" if factor >= 1 else f"x{1 / factor:.1f} more"
-        parts.append(f"{row['bits_per_element']:.2f} bits ({times})")
+        ratio = f"{max(factor, 1 / factor):.1f}"
+        times = "" if ratio == "1.0" else f" (x{ratio} {'less' if factor > 1 else 'more'})"
+        parts.append(f"{row['bits_per_element']:.2f} bits{times}")
     return parts
 
 
