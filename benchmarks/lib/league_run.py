@@ -214,6 +214,11 @@ def finished(plan: Plan, work: Path) -> dict[str, Any] | None:
     return row
 
 
+def keep(plan: Plan, row: dict[str, Any], work: Path) -> None:
+    """Write the row of a run that has ended."""
+    put(work / f"{plan.label}.json", json.dumps(row).encode())
+
+
 def train(
     plan: Plan, text: Text, work: Path, *, until: float = math.inf, shape: Shape | None = None
 ) -> dict[str, Any] | None:
@@ -278,7 +283,7 @@ def train(
             "cpu_s": round(cpu_s + time.process_time() - start, 1),
         }
     )
-    put(work / f"{plan.label}.json", json.dumps(row).encode())
+    keep(plan, row, work)
     stopped.unlink(missing_ok=True)
     return row
 

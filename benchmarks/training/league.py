@@ -35,7 +35,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.league_run import SAMPLES, WINDOWS, WORKERS, Plan, finished, train
+from benchmarks.lib.league_run import SAMPLES, WINDOWS, WORKERS, Plan, finished, keep, train
 from benchmarks.lib.runs import earlier, write
 from benchmarks.lib.stacked_gpt import read_text
 
@@ -359,6 +359,10 @@ def main() -> int:
     arguments.work.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + 60 * arguments.minutes
     cache = {Plan.of(row): row for row in earlier(arguments.json, "runs")}
+    for plan, row in cache.items():
+        # For processes without the result.
+        if finished(plan, arguments.work) is None:
+            keep(plan, row, arguments.work)
 
     def found(plan: Plan) -> Row | None:
         row = cache.get(plan) or finished(plan, arguments.work)
