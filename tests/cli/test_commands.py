@@ -250,13 +250,15 @@ def test_resume_refuses_what_would_change_the_run(words: list[str], named: str, 
     assert f"leave {named} out" in " ".join(result.stderr.split())
 
 
-def test_compare_trains_each_method_and_says_whether_it_paid(tmp_path: Path) -> None:
+def test_compare_trains_each_method_and_says_whether_it_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.tools.cli.commands.expected", lambda *_: ["Predicted: 5 ms."])
     words = ["compare", "digits", *SIMULATED, "--method", "fp32", "--method", "TernGrad(clip=None)"]
     result = call(*words, "--out", tmp_path / "c")
     assert result.exit_code == 0, result.stderr
     assert "say nothing about a network" in result.stdout
     assert f"report: {tmp_path / 'c' / 'report.html'}" in result.stdout
-    assert (tmp_path / "c" / "report.html").exists()
+    assert result.stdout.endswith("\nPredicted: 5 ms.\n")
+    assert "<p>Predicted: 5 ms.</p>" in (tmp_path / "c" / "report.html").read_text()
     assert {path.parent.name for path in (tmp_path / "c").glob("*/metrics.jsonl")} == {"fp32", "terngrad-clip-none"}
     as_json = call("report", tmp_path / "c", "--out", tmp_path / "page.html", "--json")
     rows = json.loads(as_json.stdout)

@@ -11,16 +11,8 @@ from matplotlib.figure import Figure
 
 from gradwire.errors import IncompatibleError
 from gradwire.tools.report import ReportError, load_runs
-from gradwire.tools.report.figures import (
-    AXES,
-    draw,
-    draw_scaling,
-    draw_steps,
-    gauge_figure,
-    lowest_accuracy,
-    progress_figure,
-    spans_decades,
-)
+from gradwire.tools.report.figures import draw_scaling, draw_steps
+from gradwire.tools.report.panels import AXES, draw, gauge_panels, lowest_accuracy, progress_panels, spans_decades
 
 
 def test_a_figure_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -32,7 +24,13 @@ def test_a_figure_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Figures that would have been written."""
     found: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: found.append(figure))
+
+    def savefig(figure: Figure, path: Any, **options: object) -> None:
+        found.append(figure)
+        if hasattr(path, "write"):
+            path.write("<svg></svg>")
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
     return found
 
 
@@ -144,10 +142,9 @@ def test_what_methods_report_is_drawn_by_step_with_a_band(tmp_path: Path, drawn:
             write_run(tmp_path / "c", name="cat", gauges=("elements", "density")),
         ]
     )
-    assert gauge_figure(runs[:1]) is None
-    with pytest.raises(ValueError, match="substring"):  # nothing was written where the figure's text is looked for
-        gauge_figure(runs)
-    density, elements = drawn[0].axes
+    assert not [*gauge_panels(runs[:1])]
+    assert [text[:4] for text in gauge_panels(runs)] == ["<svg"] * 2
+    density, elements = (panel for figure in drawn for panel in figure.axes)
     assert (density.get_ylabel(), elements.get_ylabel()) == ("density", "elements")
     assert lines(density) == {name: [(10, 0.25), (20, 0.5)] for name in ("sidco", "cat")}
     assert lines(elements) == {"cat": [(10, 0.25), (20, 0.5)]}
@@ -158,14 +155,23 @@ def test_what_methods_report_is_drawn_by_step_with_a_band(tmp_path: Path, drawn:
 
 def test_labels_are_drawn_as_they_are_written(tmp_path: Path) -> None:
     """Matplotlib reads what is between two dollar signs as a formula, which this is not."""
-    names = ("/data/$a_$/x", "/data/$cash$/x")
-    runs = load_runs([write_run(tmp_path / f"{i}", name=name, gauges=("g",)) for i, name in enumerate(names)])
-    for drawing in (progress_figure(runs), gauge_figure(runs)):
-        assert drawing is not None
-        assert all(run.label in drawing for run in runs), "an SVG names its texts in comments"
-    rows = [step_row(v, 1e9, 1.0, links=",x=$a_$") for v in ("ddp fp32", names[0])]
-    draw_steps(tmp_path / "x.svg", [*rows, *(step_row(v, 1e9, 1.0) for v in ("ddp fp32", names[0]))])
-    assert names[0] in (tmp_path / "x.svg").read_text()
+    name = "/data/$a_$/x"
+    rows = [step_row(v, 1e9, 1.0, links=",x=$a_$") for v in ("ddp fp32", name)]
+    draw_steps(tmp_path / "x.svg", [*rows, *(step_row(v, 1e9, 1.0) for v in ("ddp fp32", name))])
+    assert name in (tmp_path / "x.svg").read_text(), "an SVG names its texts in comments"
+
+
+def test_losses_of_all_axes_come_before_accuracies(tmp_path: Path, drawn: list[Figure]) -> None:
+    """So that a page as wide as the axes has the losses above the accuracies."""
+    runs = load_runs([write_run(tmp_path / name, name=name) for name in ("a", "b")])
+    assert len([*progress_panels(runs)]) == 6
+    shown = [(panel.get_ylabel(), panel.get_xlabel()) for figure in drawn for panel in figure.axes]
+    axes = ["step", "seconds of training", "MB sent by each worker (logarithmic)"]
+    assert shown == [(field, name) for field in ("loss", "accuracy, %") for name in axes]
+    assert all(set(lines(panel)) == {"a", "b"} for figure in drawn for panel in figure.axes)
+    drawn.clear()
+    assert len([*progress_panels(load_runs([write_run(tmp_path / "s", simulated=True)]))]) == 4
+    assert not any("seconds" in panel.get_xlabel() for figure in drawn for panel in figure.axes)
 
 
 def test_on_a_logarithmic_axis_what_sent_nothing_yet_is_left_out(tmp_path: Path) -> None:

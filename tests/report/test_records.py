@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from gradwire.tools.cli.app import app
-from gradwire.tools.report import ReportError, figures, load_runs
+from gradwire.tools.report import ReportError, load_runs, panels
 from gradwire.tools.report.load import read_json
 from gradwire.tools.report.page import render
 
@@ -80,8 +80,8 @@ def told(folder: Path) -> str:
 def test_any_record_of_a_run_is_shown_or_refused_with_its_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    monkeypatch.setattr(figures, "progress_figure", lambda runs: "")
-    monkeypatch.setattr(figures, "gauge_figure", lambda runs: None)
+    monkeypatch.setattr(panels, "progress_panels", lambda runs: [])
+    monkeypatch.setattr(panels, "gauge_panels", lambda runs: [])
     config, _ = read(folder)
     path = data.draw(st.sampled_from(places(config)))
     try:

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 from gradwire.exchange.method import SEED_BITS
 from gradwire.tools.report import ReportError, load_runs, summarize, write_report
-from gradwire.tools.report.figures import scale_bytes
 from gradwire.tools.report.page import render
+from gradwire.tools.report.panels import scale_bytes
 from gradwire.tools.report.verdict import bytes_text, rate_text, seconds_text, verdict, verdicts
 
 TERNGRAD = "TernGrad(clip=2.5)"
@@ -124,7 +124,9 @@ def test_simulated_times_are_not_compared(tmp_path: Path) -> None:
     assert "say nothing about a network" in text
     assert "times as long" not in text
     write_report([base, other], tmp_path / "page.html")
-    assert "seconds of training" not in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "seconds of training" not in page
+    assert "--columns: 2" in page
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"world_size": 2}, {"task": "text"}, {"simulated": True}])
@@ -163,10 +165,11 @@ class Parser(HTMLParser):
 
 def test_the_page_is_whole_escaped_and_self_contained(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "<script>alert(1)</script>", name="<b>x</b>")]
-    page = write_report(folders, tmp_path / "page.html").read_text()
+    page = write_report(folders, tmp_path / "page.html", ["Predicted: a < b."]).read_text()
     parser = Parser()
     parser.feed(page)
-    assert parser.tags.count("svg") == 1
+    assert parser.tags.count("svg") == 6 + len(folders), "panels, and samples of lines in the legend"
+    assert "<p>Predicted: a &lt; b.</p>" in page
     assert not {"script", "link", "img", "iframe"} & set(parser.tags)
     assert all(reference.startswith("#") for reference in parser.references)
     assert not re.search(r"url\((?!#)|@import|<!DOCTYPE svg", page)

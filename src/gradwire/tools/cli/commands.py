@@ -300,9 +300,12 @@ def compare(
     """Train once with each method, then print the table and whether each method paid."""
     with Progressing(debug) as progress:
         top, runs = run.compare(config, methods, progress, folder=out, overwrite=overwrite)
-    _print(runs, top / "report.html", as_json=as_json)
+    page = top / "report.html"
+    _print(runs, page, as_json=as_json)
     lines = [] if as_json else expected(config, methods)
-    print("".join(f"\n{line}" for line in lines), end="\n" if lines else "")
+    if lines:
+        write_report(runs, page, lines)
+        print("".join(f"\n{line}" for line in lines))
 
 
 def report(runs: Sequence[Path], out: Path, *, as_json: bool) -> None:

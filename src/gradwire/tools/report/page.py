@@ -19,8 +19,11 @@ from gradwire.tools.report.verdict import bytes_text, percent, seconds_text, ver
 NONE = "–"
 
 
-def write_report(folders: Iterable[Path], output: Path) -> Path:
+def write_report(folders: Iterable[Path], output: Path, predicted: Sequence[str] = ()) -> Path:
     """Write the page about ``folders`` to ``output`` and return its path.
+
+    Args:
+        predicted: Paragraphs that predict the same training over a network, below what was measured.
 
     Raises:
         ReportError: a run folder is corrupt, or the page cannot be written.
@@ -30,7 +33,7 @@ def write_report(folders: Iterable[Path], output: Path) -> Path:
         raise ReportError(f"{output} is a folder: name the page, such as {output / 'report.html'}")
     left_out: list[str] = []
     runs = load_runs(folders, left_out.append)
-    page = render(runs, left_out)
+    page = render(runs, left_out, predicted)
     temporary = output.with_name(output.name + ".tmp")
     try:
         # The name of a folder may hold bytes that are no text.
@@ -43,13 +46,13 @@ def write_report(folders: Iterable[Path], output: Path) -> Path:
     return output
 
 
-def render(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
-    """Return the page's HTML, with remarks above the table; all text is escaped."""
+def render(runs: Sequence[Run], remarks: Sequence[str] = (), predicted: Sequence[str] = ()) -> str:
+    """Return the page's HTML, with remarks above the table and predictions below the verdicts; all text is escaped."""
     try:
         import jinja2
-        import markupsafe
+        from markupsafe import Markup
 
-        from gradwire.tools.report.figures import gauge_figure, progress_figure
+        from gradwire.tools.report.panels import gauge_panels, line_sample, progress_panels
     except ImportError as error:
         raise BackendError('reports need jinja2 and matplotlib: pip install "gradwire[cli]"') from error
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -62,8 +65,10 @@ def render(runs: Sequence[Run], remarks: Sequence[str] = ()) -> str:
         notes=[*(f"{remark}." for remark in remarks), *notes],
         table=[_table_row(run, summarize(run)) for run in runs],
         verdicts=verdicts(runs),
-        figure=markupsafe.Markup(progress_figure(runs)),
-        gauges=markupsafe.Markup(gauges) if (gauges := gauge_figure(runs)) else None,
+        predicted=predicted,
+        legend=[(Markup(line_sample(index)), run.label) for index, run in enumerate(runs)],
+        progress=[*map(Markup, progress_panels(runs))],
+        gauges=[*map(Markup, gauge_panels(runs))],
         evaluated_on="; ".join(sorted({str(run.config.get("evaluated_on", NONE)) for run in runs})),
         percentile_note=_percentile_note(runs),
         facts=_facts(runs),
