@@ -89,6 +89,9 @@ def test_a_warning_has_three_lines_and_specs_that_can_be_taken_as_they_are(name:
 def test_more_elements_are_advised_where_few_are_sent_and_momentum_where_a_residual_is_kept() -> None:
     sentence = judge(gw.method("ErrorFeedback(TopK(density=0.001))"), LATE, 10) or ""
     assert "TopK(density=0.05" in sentence
+    for density, more in ((0.03, "0.3"), (0.2, "0.5"), (0.5, None)):
+        told = judge(gw.method(f"TopK(density={density})"), NOISE, 10) or ""
+        assert re.findall(r"Try TopK\(density=([\d.]+), block_size=None", told) == ([more] if more else [])
     assert "momentum=0.9 of the method in place of the optimizer's" in sentence
     assert "momentum=0.9 of the method" not in (judge(gw.method("dgc"), LATE, 10) or "")
     assert "ErrorFeedback(compressor=TopK(density=0.01" in (judge(gw.method("TopK(density=0.01)"), LOST, 10) or "")

@@ -343,8 +343,10 @@ def _built(build: Callable[[], Method]) -> Method | None:
         return None
 
 
-def _density(value: float) -> float:
-    return min(1.0, float(f"{max(10 * value, 0.05):.2g}"))
+def _density(value: float) -> float | None:
+    # A value and its index take 64 bits: half of the elements are as many bytes as all in float32.
+    more = min(0.5, float(f"{max(10 * value, 0.05):.2g}"))
+    return more if more > value else None
 
 
 MORE: dict[str, Callable[[Any], Any]] = {
