@@ -106,7 +106,7 @@ def _row(claim: Claim) -> list[str]:
     methods = f" ({', '.join(f'`{name}`' for name in claim.methods)})" if claim.methods else ""
     said = f" Published: {claim.published.rstrip('.')}." if claim.published else ""
     here = f" Here: {claim.here.rstrip('.')}." if claim.here else ""
-    why = f" {claim.why.rstrip('.')}." if claim.why else ""
+    why = f" Why: {claim.why.rstrip('.')}." if claim.why else ""
     text = f"- `{claim.name}`{methods}: {claim.claim} *{claim.source.rstrip('.')}.*{said}{here}{why}"
     if claim.tests:
         tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in claim.tests)

@@ -381,8 +381,9 @@ def draw() -> None:
     if found is None:
         return
     horizons = [steps for steps in found["horizons"] if any(row["steps"] == steps for row in found["league"])]
-    figure = Figure(figsize=(5.0 * len(horizons), 4.6), layout="constrained")
-    for axes, steps in zip(figure.subplots(1, len(horizons), squeeze=False)[0], horizons):
+    # Below each other, so that the names can be read on a telephone.
+    figure = Figure(figsize=(5.0, 4.4 * len(horizons)), layout="constrained")
+    for axes, steps in zip(figure.subplots(len(horizons), squeeze=False)[:, 0], horizons):
         rows = [row for row in found["league"] if row["steps"] == steps]
         for row in rows:
             axes.errorbar(
