@@ -391,6 +391,37 @@ def test_a_reader_that_has_swapped_begins_with_an_anchor_in_a_process_group(thre
         assert found == [(step, kind, step < 3) for step, kind in enumerate(kinds)]
 
 
+def follow_exactly(_: object) -> list[tuple[int, list[str]] | str]:
+    """Rank 0 rounds differences for three steps, then begins a run that does not. Rank 2 wants exact weights."""
+    trained, group, rank = weights(), dist.group.WORLD, dist.get_rank()
+    subscriber = gw.WeightSubscriber(zeros(trained), group, lossy=rank == 1) if rank else None
+    publisher, found = None, list[Any]()
+    for step in range(5):
+        if subscriber is not None:
+            try:
+                found.append((subscriber.update(), [file.name.split()[0] for file in subscriber.applied]))
+            except gw.IncompatibleError as error:
+                found.append(str(error))
+        else:
+            if step in (0, 3):
+                publisher = gw.WeightPublisher(trained, group, lossy=None if step else "natural")
+            if publisher is not None:
+                publisher.publish(step)
+        nudge(trained, step)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_reader_of_exact_weights_refuses_a_group_that_rounds_and_asks_for_nothing(three_ranks: Ranks) -> None:
+    _, first, second = three_ranks(follow_exactly, None)
+    kinds = ["anchor", "patch", "patch", "anchor", "patch"]
+    assert first == [(step, [kind]) for step, kind in enumerate(kinds)]
+    assert second[3:] == first[3:]
+    for message in second[:3]:
+        assert message.startswith("rank 0 rounds differences by Natural(")
+        assert "lossy=True" in message
+
+
 def follow_after_errors(_: object) -> list[tuple[int | None, bool]]:
     """Rank 0 cannot encode step 1, not read step 2 and not join step 6; rank 1 has another type of tensor at step 4."""
     trained, group, rank = weights(), dist.group.WORLD, dist.get_rank()

@@ -96,14 +96,22 @@ class Following:
         for held in self.parts.values():
             held.run, held.step = run, step
 
+    def check_rounding(self, source: str, lossy: str) -> None:
+        """Refuse a publisher that rounds differences by a method of this spec, unless these weights may have an error.
+
+        Raises:
+            IncompatibleError: these weights are to be exact.
+        """
+        if lossy and not self.lossy:
+            raise IncompatibleError(f"{source} rounds differences by {lossy}: {LOSSY_REMEDY}")
+
     def fit(self, manifest: Manifest, layout_of: LayoutOf, threads: int) -> None:
         """Find the parts that the tensors hold something of, and what is known of them.
 
         Raises:
             IncompatibleError: the published tensors are not those at hand.
         """
-        if manifest.lossy and not self.lossy:
-            raise IncompatibleError(f"run {manifest.run[:8]} rounds differences by {manifest.lossy}: {LOSSY_REMEDY}")
+        self.check_rounding(f"run {manifest.run[:8]}", manifest.lossy)
         if not manifest.sharded and not self.sliced:
             self._fit_whole(manifest, layout_of, threads)
             return

@@ -17,7 +17,7 @@ from gradwire.publish.container import ANCHOR, Octets, anchor_layout, read_head
 from gradwire.publish.fetch import fetch, fetch_head
 from gradwire.publish.following import Following
 from gradwire.publish.following_file import FollowingFile
-from gradwire.publish.group import GroupChannel, is_group
+from gradwire.publish.group import SOURCE, GroupChannel, is_group
 from gradwire.publish.layout import MAX_LAYOUT_BYTES, Layout
 from gradwire.publish.manifest import Manifest, PublishedFile, StepFiles, read_manifest
 from gradwire.publish.relay import open_relay
@@ -152,6 +152,8 @@ class WeightSubscriber:
 
     _applied: Sequence[AppliedFile] = ()
     _source: Manifest | None = None
+    # Whether rank 0 of the process group rounds differences, and these weights are to be exact.
+    _unfit = False
 
     def update(self, into: str | None = None, *, full: bool = False) -> int | None:
         """Fetch and write the latest weights; return their step.
@@ -295,9 +297,12 @@ class WeightSubscriber:
             raise IncompatibleError(_NO_FILE)
         # Without the patches before, what a method remembers of them is missing.
         lacking = held.recognised and self._source is not None and rests_on_rounds(self._source)
-        channel.wants_anchor(full or lacking or held.sums is None)
+        # An anchor would be refused, too.
+        channel.wants_anchor(not self._unfit and (full or lacking or held.sums is None))
         lossy, files = channel.receive(self._most_bytes)
+        self._unfit = bool(lossy) and not following.lossy
         try:
+            following.check_rounding(f"rank {SOURCE}", lossy)
             self._write_received(files, lossy, following, layout, applied)
         finally:
             # What rank 0 has announced it sends, also if a file before was refused.
