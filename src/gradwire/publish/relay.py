@@ -21,6 +21,9 @@ _MOST_PATCHES = 100
 Files = Sequence[Sequence[Octets | bytes]]
 """The bytes of a stage's files, each in pieces."""
 
+Broadcast = tuple[StepFiles, Sequence[Octets | bytes]]
+"""A file of whole weights, and its bytes in pieces."""
+
 
 class PlaceRelay:
     """Serves the readers of a folder, a URL or a store.
@@ -181,10 +184,11 @@ class GroupRelay:
         if not channel.is_source:
             raise IncompatibleError("relay= to a process group is for its rank 0; the other ranks have it as where")
         self._channel, self._threads = channel, threads
-        self._pending: list[Sequence[Octets | bytes]] = []
-        self._waiting = 0
+        self._pending: list[Broadcast] = []
         # Where a method remembers its rounds: an anchor of exact weights, and all patches since.
-        self._since_anchor: list[Sequence[Octets | bytes]] = []
+        self._since_anchor: list[Broadcast] = []
+        # Run and files that were broadcast last: they led the other ranks to the weights that these hold.
+        self._told: tuple[str, StepFiles] | None = None
         # Whether the other ranks hold weights without the rounds that led there, and can follow no patch of these.
         self._apart = False
 
@@ -192,36 +196,57 @@ class GroupRelay:
         """Take files that have just been written to the weights at hand."""
         if source.sharded or held.sliced:
             raise IncompatibleError("a process group takes whole tensors: relay pieces to a folder, a URL or a store")
-        self._pending += data
-        self._waiting += sum(file.nbytes for file in stage.files)
+        taken = [(stage, pieces) for pieces in data]
+        self._pending += taken
         if not rests_on_rounds(source):
             self._since_anchor = []
         elif stage.kind == "anchor":
-            self._since_anchor = list(data)
+            self._since_anchor = taken
         elif held.exact and stage.states != stage.base_states:
             # The weights change before they are broadcast: what waits is a copy.
-            self._since_anchor = [[bytes(piece) for piece in pieces] for pieces in self._anchor(held)]
-        elif self._since_anchor:
-            self._since_anchor = [*self._since_anchor, *data] if len(self._since_anchor) < MOST_FILES else []
+            self._since_anchor = [(file, [bytes(piece) for piece in pieces]) for file, pieces in self._anchor(held)]
+        elif self._since_anchor and stage.step > self._since_anchor[-1][0].step:
+            self._since_anchor = [*self._since_anchor, *taken] if len(self._since_anchor) < MOST_FILES else []
 
     def flush(self, source: Manifest | None, held: Following) -> None:
-        """Broadcast what has been taken, or what a rank can begin with if one needs it, or if that is shorter."""
+        """Broadcast what the other ranks lack, or what a rank can begin with if one needs it, or if that is shorter."""
         with self._channel.turn():
-            whole = self._channel.wants_anchor(False)
-            files, most = self._pending, source.nbytes if source else 0
-            if whole or (self._apart and files) or self._waiting > most or len(files) > MOST_FILES:
+            files, most = self._onwards(source), source.nbytes if source else 0
+            whole = self._channel.wants_anchor(False) or files is None
+            waiting = sum(file.nbytes for stage, _ in files or () for file in stage.files)
+            if files is None or whole or (self._apart and files) or waiting > most or len(files) > MOST_FILES:
                 files = self._since_anchor or self._anchor(held)
                 self._apart = source is not None and rests_on_rounds(source) and not self._since_anchor
-            self._pending, self._waiting = [], 0
-            self._channel.send(files, source.lossy if source else "")
+            self._pending = []
+            self._channel.send([pieces for _, pieces in files], source.lossy if source else "")
+            if files and source is not None:
+                self._told = source.run, files[-1][0]
 
-    def _anchor(self, held: Following) -> list[Sequence[Octets | bytes]]:
+    def _onwards(self, source: Manifest | None) -> list[Broadcast] | None:
+        """Return the pending files that follow on what was broadcast last; None if they do not lead on from there.
+
+        Tensors and their staging copy are led from one step to the next by the same files, one after the other.
+        """
+        pending = self._pending
+        if not pending or self._told is None or source is None or source.run != self._told[0]:
+            return pending
+        told, first, last = self._told[1], pending[0][0], pending[-1][0]
+        if last.step < told.step <= source.step:
+            # An update of weights that are behind, which failed on its way.
+            return []
+        for place, (stage, _) in enumerate(pending):
+            if (stage.step, stage.states) == (told.step, told.states):
+                return pending[place + 1 :]
+        return pending if first.kind == "anchor" or first.base_states == told.states else None
+
+    def _anchor(self, held: Following) -> list[Broadcast]:
         """Encode the weights at hand as an anchor, if they are of a known step."""
         weights = held.parts.get(0)
         if weights is None or weights.layout is None or held.run is None or held.step is None:
             return []
         encoder = StepEncoder(weights.layout, None, held.run, self._threads)
-        return [encoder.anchor(held.step, weights.weights.read)[1]]
+        file, pieces = encoder.anchor(held.step, weights.weights.read)
+        return [(StepFiles((file,)), pieces)]
 
 
 def open_relay(where: object, threads: int) -> PlaceRelay | GroupRelay | None:
