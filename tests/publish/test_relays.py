@@ -298,7 +298,8 @@ def test_a_group_is_served_by_its_first_rank(three_ranks: Ranks, tmp_path: Path)
 def follow_rounds_in_a_group(folder: str, steps: int, most: int) -> list[int | None]:
     """Rank 0 falls behind for several steps, whose patches outweigh the weights.
 
-    It writes to a staging copy at step 2, and rank 2 loses its weights at step 14.
+    It writes to a staging copy at step 2. All are restarted after step 10, and rank 2 loses its weights at step 14.
+    Rank 1 serves a folder.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("gradwire.publish.relay.MOST_FILES", most)
@@ -310,11 +311,13 @@ def _follow_rounds_in_a_group(folder: str, steps: int) -> list[int | None]:
     rank, group = dist.get_rank(), dist.group.WORLD
     publisher = gw.WeightPublisher(trained, folder, 12, lossy="DIANA(compressor=QSGDinf())") if rank == 0 else None
     served = zeros(trained)
-    where, relay = [(folder, group), (group, None), (group, None)][rank]
+    where, relay = [(folder, group), (group, f"{folder}/1"), (group, None)][rank]
     subscriber = gw.WeightSubscriber(served, where, relay=relay, lossy=True)
     found = []
-    for step in range(steps):
-        if publisher is not None:
+    for step in (*range(11), *range(10, steps)):
+        if found[-1:] == [step]:
+            subscriber = gw.WeightSubscriber(served, where, relay=relay, lossy=True)
+        elif publisher is not None:
             publisher.publish(step)
         trained["w"] += torch.randn(3000, generator=torch.Generator().manual_seed(step))
         if 5 <= step < 9:
@@ -325,6 +328,8 @@ def _follow_rounds_in_a_group(folder: str, steps: int) -> list[int | None]:
             found.append(subscriber.update("staging" if rank == 0 and step == 2 else None))
         except gw.PayloadError:
             found.append(None)
+        if rank == 1:
+            assert gw.WeightSubscriber(zeros(trained), f"{folder}/1", lossy=True).update() == step
     return found
 
 
@@ -335,8 +340,8 @@ def test_ranks_that_lose_their_weights_begin_where_the_rounds_of_a_method_do(
 ) -> None:
     """After the step at which it was noticed, rank 2 follows step by step again, also where the rounds are too many."""
     source, first, second = three_ranks(follow_rounds_in_a_group, str(tmp_path), 18, most)
-    assert source == first == [*range(5), *range(9, 18)]
-    assert second == [*first[:10], None, *first[11:]]
+    assert source == first == [*range(5), 9, 10, *range(10, 18)]
+    assert second == [*first[:11], None, *first[12:]]
 
 
 class Crash(BaseException):

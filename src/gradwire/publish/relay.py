@@ -192,6 +192,10 @@ class GroupRelay:
         # Whether the other ranks hold weights without the rounds that led there, and can follow no patch of these.
         self._apart = False
 
+    def lacks(self, source: Manifest, held: Following) -> bool:
+        """Return whether other ranks could not begin with the weights at hand, nor with what has been taken."""
+        return held.recognised and rests_on_rounds(source) and not self._since_anchor
+
     def add(self, source: Manifest, held: Following, stage: StepFiles, data: Files) -> None:
         """Take files that have just been written to the weights at hand."""
         if source.sharded or held.sliced:

@@ -20,7 +20,7 @@ from gradwire.publish.following_file import FollowingFile
 from gradwire.publish.group import SOURCE, GroupChannel, is_group
 from gradwire.publish.layout import MAX_LAYOUT_BYTES, Layout
 from gradwire.publish.manifest import Manifest, PublishedFile, StepFiles, read_manifest
-from gradwire.publish.relay import open_relay
+from gradwire.publish.relay import GroupRelay, open_relay
 from gradwire.publish.shards import check_slices, local_of, local_tensors
 from gradwire.publish.stores import Place, open_place
 from gradwire.publish.ways import rests_on_rounds, shortest_way
@@ -352,6 +352,9 @@ class WeightSubscriber:
             # A cache between here and the publisher may serve an older manifest for a while.
             return
         self._source = manifest
+        if isinstance(self._relay, GroupRelay) and self._relay.lacks(manifest, held):
+            # Its ranks may ask for what they can begin with, and the next patch needs the files before it in any case.
+            full = True
         for stage in shortest_way(held, manifest, self._refused, full):
             try:
                 data = self._write(place, held, stage, applied)
