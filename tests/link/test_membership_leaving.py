@@ -352,8 +352,36 @@ class Seen:
         """Forget it."""
 
 
+class Stateless:
+    """An optimizer of someone else's."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.param_groups = [{"params": [parameter], "lr": 0.1}]
+
+    def step(self) -> None:
+        """Move nothing."""
+
+
+class Hookless(Stateless):
+    """One that has a state."""
+
+    def state_dict(self) -> object:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: object) -> None:
+        """Take nothing."""
+
+
 def test_what_cannot_be_handed_over_is_named_when_the_link_is_made() -> None:
     with crew() as workers, join(workers) as membership:
+        weight = nn.Parameter(torch.zeros(64))
+        for optimizer, told in (
+            (Stateless(weight), r"optimizer cannot be carried: a Stateless has no state_dict\(\) and no load_"),
+            (Hookless(weight), r"Hookless is no torch optimizer.*membership\.carry\("),
+        ):
+            with pytest.raises(gw.IncompatibleError, match=told):
+                gw.Link([("weight", weight)], "terngrad", group=membership, optimizer=optimizer, min_numel=0)
         membership.carry(seen=Seen(np.zeros(3)))
         with pytest.raises(gw.IncompatibleError, match=r"seen cannot be carried: .* not ndarray"):
             link_on(membership)

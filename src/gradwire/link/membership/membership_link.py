@@ -97,6 +97,7 @@ class MembershipLink(WatchingLink):
         self.method, self.options = read_method(method), Options.of(options)
         check_kinds(self.grad_scaler, self.optimizer, counts=bool(self.method.traits.local_steps))
         self._party.check_carried(self.optimizer)
+        self._check_heeded()
         named, reason = named_parameters(parameters), refusal(self.method)
         if self.options.fallback is not None:
             reason = "a fallback is chosen over fixed ranks"

@@ -18,6 +18,7 @@ from gradwire.link.membership.protocol import Seat
 from gradwire.link.membership.quorum import Quorum
 from gradwire.link.membership.records import MOST_NAME, Epoch, Member, new_id
 from gradwire.link.membership.transfer import flattened
+from gradwire.link.parameters import described
 
 HISTORY = "(history)"
 """Name of the history of the members beside the names of carried objects."""
@@ -177,10 +178,16 @@ class Party:
         """Check that the state of the optimizer, if there is one, and of each carried object can be handed over.
 
         Raises:
-            IncompatibleError: one holds something that cannot; the message names it.
+            IncompatibleError: one holds something that cannot, or has no state; the message names it.
         """
         named = self.carried if optimizer is None else {**self.carried, "the optimizer": optimizer}
         for name, thing in named.items():
+            missing = [f"{do}()" for do in ("state_dict", "load_state_dict") if not callable(getattr(thing, do, None))]
+            if missing:
+                raise IncompatibleError(
+                    f"{name} cannot be carried: {described(thing)} has no {' and no '.join(missing)}, by which a new "
+                    "member takes over its state"
+                )
             try:
                 flattened(thing.state_dict(), [])
             except IncompatibleError as error:

@@ -8,6 +8,7 @@ import weakref
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from gradwire.errors import IncompatibleError
 from gradwire.link.membership import steps as p
 from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.epoch_link import keep_watch
@@ -51,6 +52,20 @@ class WatchingLink(StoreSteps):
         """Watch the others, as long as the link exists."""
         look = weakref.WeakMethod(self._watch_over)
         threading.Thread(target=keep_watch, args=(look,), name="gradwire membership", daemon=True).start()
+
+    def _check_heeded(self) -> None:
+        """Raise if the optimizer does not tell of its steps.
+
+        Raises:
+            IncompatibleError: it has no hooks.
+        """
+        told = self.method.traits.local_steps or hasattr(self.optimizer, "register_step_post_hook")
+        if self.optimizer is not None and not told:
+            raise IncompatibleError(
+                f"{type(self.optimizer).__name__} is no torch optimizer, so that a membership does not learn when it "
+                "has applied a round: leave it out, and call membership.carry(optimizer=...) before the link is made; "
+                "newcomers then come in within link.reduce_()"
+            )
 
     def _heed_steps(self) -> None:
         """Note when the optimizer has applied a round."""
