@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -193,6 +194,31 @@ def test_a_checkpoint_that_some_ranks_do_not_see_is_refused_by_all(three_ranks: 
     """With fresh=True, those who see none would begin to train, and the others wait for them."""
     for told in three_ranks(with_folders_of_their_own, str(tmp_path)):
         assert "common.pt is seen by rank 0 and not by rank 1" in told
+
+
+def with_scalers_of_their_own(folder: str) -> list[float]:
+    """Return this rank's scale after loading it, before and after the framework has loaded that of rank 0."""
+    module, scaler = DistributedDataParallel(nn.Linear(30, 20)), torch.amp.GradScaler("cpu", init_scale=64.0)
+    attachment, found = Attachment("LocalSGD(every=4)", False, {"min_numel": 0}), list[float]()
+    attachment.attach(module, torch.optim.SGD(module.parameters(), lr=0.1), scaler)
+    assert attachment.link is not None
+    saved = scaler.state_dict()
+    # Gradients of rank 1 alone have overflowed.
+    scaler.load_state_dict(saved | {"scale": 32.0 if dist.get_rank() == 1 else 64.0})
+    attachment.save(Path(folder))
+    for load_framework in (False, True):
+        scaler.load_state_dict(saved)
+        restore = attachment.load(Path(folder))
+        if load_framework:
+            scaler.load_state_dict(saved)
+            restore()
+        found.append(scaler.get_scale())
+    attachment.link.close()
+    return found
+
+
+def test_with_local_steps_each_ranks_scaler_is_saved(three_ranks: Ranks, tmp_path: Path) -> None:
+    assert three_ranks(with_scalers_of_their_own, str(tmp_path)) == [[64.0, 64.0], [32.0, 32.0], [64.0, 64.0]]
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])

@@ -80,7 +80,7 @@ class Attachment:
         return module is not None and (module is self._wrapped() or module is self.module)
 
     def save(self, folder: Path) -> None:
-        """Save the link's state (collective), and under local steps this rank's model and optimizers."""
+        """Save the link's state (collective), and under local steps this rank's model, optimizers and scaler."""
         if self.link is None or self.module is None:
             return
         own = None
@@ -88,17 +88,18 @@ class Attachment:
             # The framework saves those of rank 0, and here they differ between ranks.
             own = {"model": self.module.state_dict()}
             own["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers()]
+            own["scaler"] = self.link.grad_scaler.state_dict() if self.link.grad_scaler else {}
         save(self.link, folder, own)
 
     def load(self, folder: Path) -> Callable[[], None]:
-        """Load the link's state (collective), and under local steps this rank's model and optimizers.
+        """Load the link's state (collective), and under local steps this rank's model, optimizers and scaler.
 
         Call it after the framework has loaded the model. With a single process it loads nothing, and warns if the
         folder has a state.
 
         Returns:
-            A function that restores this rank's optimizers again, for frameworks that load optimizers afterwards. It
-            does nothing if the checkpoint has none of them.
+            A function that restores this rank's optimizers and scaler again, for frameworks that load these afterwards.
+            It does nothing if the checkpoint has none of them.
 
         Raises:
             IncompatibleError: the checkpoint has no state of the link, and ``fresh`` is not set, it has more or fewer
@@ -119,7 +120,7 @@ class Attachment:
                 f"this checkpoint has no state of {self.method!r} in {folder}: it was saved without gradwire, or not "
                 "to the end. Pass fresh=True to resume it, so that the method's memory starts empty"
             )
-        own = load(self.link, folder)
+        own, scaler = load(self.link, folder), self.link.grad_scaler
         if own is None:
             return _nothing
         self.module.load_state_dict(own["model"])
@@ -133,6 +134,9 @@ class Attachment:
                 )
             for optimizer, state in zip(optimizers, states):
                 optimizer.load_state_dict(state)
+            # Checkpoints had none before.
+            if scaler and own.get("scaler"):
+                scaler.load_state_dict(own["scaler"])
 
         restore()
         return restore
