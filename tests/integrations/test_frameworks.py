@@ -244,3 +244,10 @@ def test_a_hook_of_lightnings_own_is_refused(name: str) -> None:
     """It would never be registered, and a state of local steps would average parameters all the same."""
     with pytest.raises(gw.IncompatibleError, match=f"ddp has {name}: DDP takes one hook"):
         gw.integrations.lightning(METHOD, ddp={name: 1})
+
+
+@pytest.mark.parametrize("build", [gw.integrations.lightning, gw.integrations.fabric])
+def test_processes_that_would_get_the_strategy_as_a_pickle_are_refused(build: Any) -> None:
+    for start in ("spawn", "forkserver"):
+        with pytest.raises(gw.IncompatibleError, match=f"start_method='{start}', which pickles the strategy"):
+            build(METHOD, ddp={"start_method": start})

@@ -38,6 +38,20 @@ def folder_of(path: Any) -> Path:
     return Path(f"{os.path.realpath(_local(path))}.{FOLDER}")
 
 
+def _check_start(ddp: dict[str, Any] | None) -> None:
+    """Refuse ways of starting processes that hand them the strategy as a pickle.
+
+    Raises:
+        IncompatibleError: ``ddp`` has such a one.
+    """
+    start = (ddp or {}).get("start_method")
+    if start in ("spawn", "forkserver"):
+        raise IncompatibleError(
+            f"ddp has start_method={start!r}, which pickles the strategy, and one with a method cannot be: leave it "
+            'out, or use start_method="fork", as in notebooks'
+        )
+
+
 def _local(path: Any) -> str:
     """Return a path without the prefix by which it may name this machine's file system."""
     return str(path).removeprefix("file://")
@@ -71,12 +85,14 @@ def lightning(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] 
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: ``ddp`` has a communication hook. A fit raises it if a checkpoint's path is a remote one.
+        IncompatibleError: ``ddp`` has a communication hook, or starts processes by a pickle of the strategy. A fit
+            raises it if a checkpoint's path is a remote one.
         BackendError: lightning is not installed.
     """
     hooks = [name for name in HOOKS if (ddp or {}).get(name) is not None]
     if hooks:
         raise IncompatibleError(f"ddp has {', '.join(hooks)}: DDP takes one hook, and the method is one: leave it out")
+    _check_start(ddp)
     base = needed("lightning.pytorch.strategies", "lightning").DDPStrategy
 
     class GradwireStrategy(base):  # type: ignore[valid-type, misc]
@@ -177,9 +193,11 @@ def fabric(method: str | Method, *, fresh: bool = False, ddp: dict[str, Any] | N
 
     Raises:
         HyperparameterError: the spec is wrong.
-        IncompatibleError: raised by ``fabric.save`` and ``fabric.load`` if the checkpoint's path is a remote one.
+        IncompatibleError: ``ddp`` starts processes by a pickle of the strategy. ``fabric.save`` and ``fabric.load``
+            raise it if the checkpoint's path is a remote one.
         BackendError: lightning is not installed.
     """
+    _check_start(ddp)
     base = needed("lightning.fabric.strategies", "lightning").DDPStrategy
 
     class GradwireFabricStrategy(base):  # type: ignore[valid-type, misc]
