@@ -186,6 +186,10 @@ def accumulated(spec: str, way: str) -> tuple[str, bool]:
         for step in range(2):
             # A gradient that is not added to others, before these are cleared, changes nothing.
             torch.autograd.grad(module(ones).sum(), module.weight)
+            if way == "no_sync":
+                # Nor does a pass through the module whose gradients nobody uses.
+                with ddp.no_sync():
+                    ddp(5 * ones).sum().backward()
             ddp.zero_grad(set_to_none=step == 0)
             for scale in (1.0, -3.0):
                 with ddp.no_sync() if way == "no_sync" and scale > 0 else nullcontext():
@@ -206,6 +210,7 @@ def test_accumulation_without_no_sync_is_refused_where_an_outcome_is_no_gradient
 ) -> None:
     for told, _ in three_ranks(accumulated, spec, way):
         assert "use module.no_sync() for all but the last" in told
+        assert "or to what the program has put in its place" in told
 
 
 @pytest.mark.parametrize(("spec", "way"), [("signsgd", "no_sync"), ("fp32", "every pass"), ("fp32", "loop")])

@@ -70,10 +70,11 @@ class Accumulation:
         """
         if self._was_added and not self._was_cleared:
             raise IncompatibleError(
-                f"this backward pass has added gradients to the outcome of the exchange before, and {self._method} "
-                "needs the gradients of a step alone: to accumulate over several passes, use module.no_sync() for all "
-                "but the last, or call reduce_() after the last alone; otherwise clear gradients by "
-                "module.zero_grad()"
+                "this backward pass has added gradients to the outcome of the exchange before, or to what the program "
+                f"has put in its place, and {self._method} needs the gradients of a step alone: to accumulate over "
+                "several passes, use module.no_sync() for all but the last, or call reduce_() after the last alone; "
+                "use no_sync() also for a pass whose gradients are not used, such as a generator's through its "
+                "discriminator; otherwise clear gradients by module.zero_grad(), and add terms of your own to the loss"
             )
 
     def begin_anew(self) -> None:
