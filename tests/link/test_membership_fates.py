@@ -97,6 +97,9 @@ def test_each_kind_of_state_meets_its_fate(change: str, method: gw.Method, monke
             after = {name: of_kind(ended[name, AT + 1], kind) for name in begun}
             if kind == "workers":
                 assert [int(x) for state in after.values() for x in state.values()] == len(begun) * [len(begun)]
+            elif kind.startswith("rank_curve"):
+                # That of the first round after it, which sends what was waiting.
+                assert {int(ended[name, AT + 1]["rank_curve_rounds"]) for name in begun} == {1}
             else:
                 assert not is_zero(was["a"])
                 # What begins anew and is followed by zero gradients stays zero, unless there is a momentum.

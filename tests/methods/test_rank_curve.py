@@ -171,3 +171,19 @@ def test_the_second_phase_goes_on_until_a_round_of_it_was_finite() -> None:
 def test_fields_out_of_range_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(HyperparameterError):
         gw.RankCurve(**fields)
+
+
+def test_with_another_number_of_workers_the_curve_is_fitted_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """8: values of two workers cancel less than those of four, by which the curve was fitted."""
+    before, link = link_of(curve(), 4), link_of(curve(), 2)
+    for round in range(FULL + TRAINING + 1):
+        before.reduce_(gradients(4, round))
+    link.load_state_dict(before.state_dict())
+    assert "by 4 ranks, and there are 2 now: 'rank_curve', 'rank_curve_rounds', 'workers' of" in caplog.text
+    for round in range(FULL + TRAINING + 1, FULL + 2 * TRAINING + 2):
+        p = gradients(2, round)
+        p[:, :3200] += residuals(link)
+        fitted = link.state_dict()["global"].get("rank_curve_rounds", torch.tensor(0))
+        assert int(fitted) == min(round - (FULL + TRAINING + 1), TRAINING)
+        places, mean = chosen(p[round % 2]), link.reduce_(gradients(2, round))
+        assert torch.allclose(mean[places], p.mean(0)[places], rtol=1e-5) == (int(fitted) < TRAINING)

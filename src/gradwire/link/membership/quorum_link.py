@@ -85,7 +85,7 @@ class QuorumLink(MembershipLink):
             "workers keep parameters of their own beside the global ones": (
                 getattr(method, "keeps_own", False) or bool(getattr(method, "mixing", 0.0))
             ),
-            "all members hold the mean of what each has sent before, which counts also for those that send nothing": (
+            "what all hold, such as the mean of what each has sent before, is right where all send in each round": (
                 bool(method.traits.of_ranks)
             ),
             "in rounds of warm-up gradients are exchanged at every step: use warmup_steps=0": (

@@ -13,6 +13,7 @@ from gradwire.exchange.ops import Exchange, Reduce
 from gradwire.exchange.protocols import Context, Outcome, leader
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
 from gradwire.exchange.protocols.division import join
+from gradwire.exchange.protocols.memory import WORKERS
 from gradwire.exchange.segments import divide
 from gradwire.exchange.traits import Traits
 from gradwire.kernels import SegmentTable
@@ -26,7 +27,8 @@ from gradwire.methods.sparse.clt_k import LeadersElements, LeadersPlan
 from gradwire.methods.sparse.top_k import TopK, check_density
 
 CURVE, FITTED = "rank_curve", "rank_curve_rounds"
-"""State, the same on all ranks: the sum of the curves of the second phase's rounds, and the number of these rounds."""
+"""State, the same on all ranks: the sum of the curves of the second phase's rounds, and the number of these rounds.
+Beside them is the number of workers, :data:`WORKERS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,8 @@ class RankCurve(ResidualAlgorithm):
 
     The curve is the mean's expectation given the leader's order: it falls with the number of workers, whose values at
     the leader's elements cancel, and knows nothing of the other workers' values in the round. Its error is lost with
-    ``feedback="selection"``, as LGC's is. ``docs/lgc.md`` has the errors of both, and of values in a few bits.
+    ``feedback="selection"``, as LGC's is. ``docs/lgc.md`` has the errors of both, and of values in a few bits. With
+    another number of workers after a checkpoint, or other members, it is fitted anew, in as many rounds.
 
     **Memory.** A residual as long as the parameters on every rank, without the loss scale under automatic mixed
     precision, and one number for each chosen element.
@@ -54,7 +57,7 @@ class RankCurve(ResidualAlgorithm):
     Args:
         density: Share k/d of each parameter's elements that are chosen, above 0 to 1.
         full_rounds: Rounds of the first phase, in float32, 0 or more, including ``warmup_steps`` of :func:`attach`.
-        training_rounds: Rounds of the second phase, 1 or more. It goes on until one of them had only finite values.
+        training_rounds: Rounds of the second phase, 1 or more. Those with a value that is not finite do not count.
         feedback: "selection": the residual is p_i with zeros at the chosen elements. "reconstruction": it is p_i less
             the mean, so that nothing is lost, and residuals may grow as the curve is no contraction of the values of
             workers that do not lead.
@@ -117,7 +120,8 @@ class RankCurve(ResidualAlgorithm):
             collectives=("two_shot", "all_gather"),
             whole_step=True,
             kernels=("selection", "indices", "signs"),
-            remembers=(*traits.remembers, CURVE, FITTED),
+            remembers=(*traits.remembers, WORKERS, CURVE, FITTED),
+            of_ranks=(*traits.of_ranks, WORKERS, CURVE, FITTED),
             subtracts_mean=self.feedback == "reconstruction",
             unbiased=False,
         )
@@ -137,22 +141,26 @@ class RankCurve(ResidualAlgorithm):
 
 
 class _CurvedPlan(PhasedPlan):
-    """Plan whose second phase goes on until there is a curve."""
+    """Plan whose second phase goes on until there is a curve of as many rounds as it is meant to have."""
 
     def __init__(self, method: RankCurve, setting: PlanSetting, learning: _Fit, learned: _Curved) -> None:
         super().__init__(method, setting, learning, learned)
-        self._numel = learning.elements.numel
+        self._numel, self._rounds = learning.elements.numel, method.training_rounds
 
     def phase(self, context: Context) -> int:
         found = super().phase(context)
-        dry = context.workspace.device == "meta"
-        return found if dry or found < 2 or fitted(context, self._numel) is not None else 1
+        if found < 2 or context.workspace.device == "meta":
+            return found
+        kept = fitted(context, self._numel)
+        return found if kept is not None and kept[1] >= self._rounds else 1
 
 
 def fitted(context: Context, numel: int) -> tuple[torch.Tensor, int] | None:
-    """Return the stored sum of curves over ``numel`` ranks and their number, None if there is none."""
-    total, rounds = (context.memory.value(name) for name in (CURVE, FITTED))
+    """Return the stored sum of curves over ``numel`` ranks and their number, None if there is none of these workers."""
+    total, rounds, workers = (context.memory.value(name) for name in (CURVE, FITTED, WORKERS))
     if total is None or rounds is None or total.numel() != numel:
+        return None
+    if workers is not None and int(workers) != context.world_size:
         return None
     return total, int(rounds)
 
@@ -201,6 +209,7 @@ class _Fit(LeadersPlan):
         total, rounds = (curve, 1) if before is None else (before[0] + curve, before[1] + 1)
         context.memory.stage_value(CURVE, total)
         context.memory.stage_value(FITTED, torch.tensor(rounds, device="cpu"))
+        context.memory.stage_value(WORKERS, torch.tensor(context.world_size, device="cpu"))
         return outcome
 
 
