@@ -11,6 +11,7 @@ import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import get_kernels
+from gradwire.methods.atoms import spectral_atomo
 from gradwire.methods.atoms.atom_codec import probabilities
 from gradwire.methods.atoms.spectral_atomo import PairsAndRows, _start
 
@@ -176,6 +177,20 @@ def test_a_rank_within_the_budget_is_exact() -> None:
     assert torch.allclose(found["b"], gaussian(30, seed=20), atol=1e-5)
     x = gaussian(8, 6, seed=21)
     assert torch.allclose(gw.simulate([{"w": x}], gw.SpectralATOMO(budget=6.0)).mean["w"], x, atol=1e-5)
+
+
+@pytest.mark.parametrize("drawn", [0, (1 << 24) - 1])
+@pytest.mark.parametrize(("shape", "pairs"), [((60, 100), None), ((500, 300), None), ((300, 500), 16)])
+def test_a_rank_within_the_budget_is_exact_for_every_draw(
+    shape: tuple[int, int], pairs: int | None, drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Singular values that are rounding errors must neither be kept nor push others out."""
+    monkeypatch.setattr(spectral_atomo, "_drawn", lambda count, key, draw: torch.full((count,), drawn))
+    x = torch.zeros(shape)
+    for i, size in enumerate((1.0, 0.1, 0.01)):
+        x += size * torch.outer(gaussian(shape[0], seed=30 + i), gaussian(shape[1], seed=40 + i))
+    found = gw.simulate([{"w": x}], gw.SpectralATOMO(budget=3.0, pairs=pairs)).mean["w"]
+    assert float((found - x).norm() / x.norm()) < 1e-5
 
 
 def test_rotations_of_a_matrix_rotate_the_estimate() -> None:

@@ -31,8 +31,8 @@ SPOILT = 0xFFFF
 
 MOST_PAIRS = 1 << 12
 
-ROUNDING = 2.0**-18
-"""Share of a matrix's norm below which what its leading pairs leave is a rounding error."""
+ROUNDING = 2.0**-21
+"""Root mean square of atoms, as a share of the matrix's norm, up to which the smallest ones are rounding errors."""
 
 
 class SingularCodec(Codec):
@@ -98,7 +98,7 @@ class SingularCodec(Codec):
             exponent = _exponent(matrix)
             matrix = matrix.ldexp(-exponent)
             atoms = Pairs(matrix) if start is None else PairsAndRows(matrix, start)
-            chance = probabilities(atoms.sizes, self.budget)
+            chance = probabilities(without_rounding(atoms.sizes), self.budget)
             kept = torch.nonzero(_drawn(len(chance), key, draw) < (chance * 2.0**24).ceil()).flatten()[:most]
             counts.append(len(kept))
             left, right = atoms.vectors(kept)
@@ -196,10 +196,7 @@ class PairsAndRows:
         left, values, turn = torch.linalg.svd(inner, full_matrices=False)
         self._left, self._right, self._pairs = left.t(), turn @ v.t(), len(values)
         self._rest = torch.addmm(m, inner, v.t(), alpha=-1)
-        norms = self._rest.square().sum(1).sqrt()
-        if float(norms.norm()) <= ROUNDING * float(values.norm()):
-            norms.zero_()
-        self.sizes = torch.cat([values, norms])
+        self.sizes = torch.cat([values, self._rest.square().sum(1).sqrt()])
 
     def vectors(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return left and right vectors of some atoms, in rows; those of a row are e_i and R_i over its norm."""
@@ -209,6 +206,18 @@ class PairsAndRows:
         left = torch.cat([self._left[pairs], units])
         right = torch.cat([self._right[pairs], self._rest[rows] / self.sizes[self._pairs + rows][:, None]])
         return (right, left) if self._turned else (left, right)
+
+
+def without_rounding(sizes: torch.Tensor) -> torch.Tensor:
+    """Return the sizes of a matrix's atoms with zeros for the smallest ones that are rounding errors.
+
+    A library finds small singular values in place of those that a matrix of a low rank does not have. Each of them
+    would have a chance to be kept, and atoms within the budget would be left out instead.
+    """
+    squares, order = sizes.double().square().sort()
+    sums = squares.cumsum(0)
+    lost = sums <= ROUNDING**2 * len(sizes) * sums[-1]
+    return sizes.index_fill(0, order[lost], 0.0)
 
 
 def _exponent(matrix: torch.Tensor) -> torch.Tensor:
