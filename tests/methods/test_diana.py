@@ -332,6 +332,8 @@ def test_momentum_is_heavy_ball() -> None:
     for round in range(5):
         expected = g.mean(0) * sum(0.5**k for k in range(round + 1))
         assert torch.allclose(link.reduce_(g.clone()), expected, atol=1e-5)
+    # Twice the gradient in the end, which nobody may take for an estimate of it.
+    assert (gw.DIANA().traits.unbiased, link.method.traits.unbiased) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,9 @@ class DIANA(ShiftAlgorithm, Wrapper):
             own=("shift",),
             of_ranks=SHIFTS,
             needs_optimizer=self.prox is not None,
-            unbiased=True,
+            # v contains the gradients of earlier rounds.
+            unbiased=not self.momentum,
+            unbiased_note="no; before the momentum" if self.momentum else None,
             omega_formula="the compressor's, of g - h",
         )
 
