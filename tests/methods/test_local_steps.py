@@ -120,6 +120,14 @@ def test_workers_agree_after_an_exchange_and_differ_before(kind: type[gw.LocalSG
     assert found.link.round == 2
 
 
+@pytest.mark.parametrize("kind", [gw.LocalSGD, gw.EASGD])
+def test_a_mean_is_as_unbiased_as_the_method_inside(kind: type[gw.LocalSGD]) -> None:
+    for inner, unbiased in ((gw.FP32(), True), (gw.QSGDinf(), True), (gw.TopK(), False), (gw.TernGrad(), False)):
+        traits = kind(inner=inner).traits
+        assert traits.unbiased == unbiased
+        assert traits.unbiased_note == ("the mean of parameters" if unbiased else inner.traits.unbiased_note)
+
+
 def test_an_outer_step_of_one_without_momentum_is_an_average() -> None:
     """4: x - (x - mean) for the mean, in float32."""
     ours, other = Quadratics(3), Quadratics(3)

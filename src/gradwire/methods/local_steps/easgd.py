@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.method import Method, Properties, is_number, require
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting
-from gradwire.exchange.traits import Traits
 from gradwire.methods.casts.cast import FP32
 from gradwire.methods.local_steps.local_sgd import LocalStepsMethod
 
@@ -75,13 +74,6 @@ class EASGD(LocalStepsMethod):
                 is_number(self.alpha, above=0, below=1), "EASGD", f"alpha is above 0 and below 1, not {self.alpha!r}"
             )
             object.__setattr__(self, "alpha", float(self.alpha))
-
-    def declare(self) -> Traits:
-        return replace(
-            super().declare(),
-            unbiased=True,
-            unbiased_note="the mean of parameters",
-        )
 
     def plan(self, setting: PlanSetting) -> BucketPlan:
         workers = setting.world_size

@@ -53,6 +53,8 @@ class LocalStepsMethod(Around):
             remembers=(*self.inner.traits.remembers, *self.remembers_beside),
             # Number of optimizer steps between exchanges.
             local_steps=self.every,
+            unbiased=self.inner.traits.unbiased,
+            unbiased_note="the mean of parameters" if self.inner.traits.unbiased else self.inner.traits.unbiased_note,
         )
 
     @property
@@ -178,13 +180,6 @@ class LocalSGD(LocalStepsMethod):
 
     def __post_init__(self) -> None:
         self.check_inner()
-
-    def declare(self) -> Traits:
-        return replace(
-            super().declare(),
-            unbiased=True,
-            unbiased_note="the mean of parameters",
-        )
 
     def step_(
         self, own: torch.Tensor, held: torch.Tensor, mean: torch.Tensor, velocity: torch.Tensor | None, workers: int
