@@ -78,6 +78,8 @@ def test_bytes_of_another_length_are_refused(spec: str) -> None:
     ("spec", "told"),
     [
         ("TernGrad()", "give it share_scaler=False"),
+        ("Lattice(distance=None)", "scale that all workers share"),
+        ("QSGDMaxNorm()", "scale that all workers share"),
         ("PowerSGD()", "an operator on one vector"),
         ("ErrorFeedback(TopK())", "an operator on one vector"),
         ("QSGDinf(blocks='model')", "blocks='parameter'"),

@@ -32,6 +32,16 @@ def check_operator(owner: str, method: object) -> None:
     if not isinstance(method, Method):
         raise IncompatibleError(f"{owner}: a method is needed, such as FP32(), QSGDinf() or TopK(), not {method!r}")
     method.check_between_two(owner)
+    if method.traits.shares_scales:
+        raise IncompatibleError(f"{owner}: {_of_all(method)}")
+
+
+def _of_all(method: Method) -> str:
+    """Return why one sender and one receiver cannot use a method with a shared scale."""
+    return (
+        f"{method!r} takes a scale that all workers share, which one sender and one receiver do not have: use an "
+        "operator with scales of its own, such as QSGDinf()"
+    )
 
 
 class VectorCoder:
@@ -68,10 +78,7 @@ class VectorCoder:
         codec, values = self._codec(len(values)), values.contiguous()
         summary = codec.summarise(values)
         if summary.shared is not None:
-            raise IncompatibleError(
-                f"{self._method!r} takes a scale that all workers share, which one sender and one receiver do not "
-                "have: use an operator with scales of its own, such as QSGDinf()"
-            )
+            raise IncompatibleError(_of_all(self._method))
         packing = codec.packing(codec.units)
         body = torch.zeros(codec.payload_bytes(codec.units), dtype=torch.uint8, device="cpu")
         codec.encode(values, summary.select(_ONLY, None), Draw(round, STREAM), body)

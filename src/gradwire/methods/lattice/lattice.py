@@ -251,6 +251,7 @@ class Lattice(Compressor):
             super().declare(),
             collectives=("all_gather",),
             kernels=("moments", "lattice"),
+            shares_scales=True,
             unbiased=True,
         )
 

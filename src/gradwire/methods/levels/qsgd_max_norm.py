@@ -172,6 +172,7 @@ class QSGDMaxNorm(EvenLevels):
             collectives=("two_shot", "all_gather"),
             re_encoding=False,
             on_device=True,
+            shares_scales=True,
             omega_formula="min(d r^2 / (4 s^2), sqrt(d) r / s), r = shared scale over the worker's norm",
         )
 

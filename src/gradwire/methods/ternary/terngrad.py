@@ -134,6 +134,7 @@ class TernGrad(Compressor):
             # Whether a scaler of the round before is zero is read in main memory.
             on_device=not self.ahead,
             remembers=(SCALER,) if self.ahead else (),
+            shares_scales=self.share_scaler,
             needs_loss_scale=self.ahead,
             unbiased=self.clip is None and not self.ahead,
             # With clipping the outcome is unbiased for the clipped gradient.
