@@ -44,7 +44,8 @@ def all_reduce(
 def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequence[Segment]) -> Exchange[Outcome]:
     """Replace some segments by the mean over ranks, for which every rank adds all ranks' values in the order of ranks.
 
-    It takes one message, while a ring takes 2 (N - 1) dependent ones: use it for values too few to fill the network.
+    Values of sixteen bits are added in float32, since their sum may be beyond their range though the mean is not. It
+    takes one message, while a ring takes 2 (N - 1) dependent ones: use it for values too few to fill the network.
 
     Bytes sent by a rank: (N - 1) (header + values).
     """
@@ -61,11 +62,11 @@ def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequ
     received = yield AllToAll(send, context.workspace.get("values, received", world, layout.row_bytes))
     (rows,) = layout.read(received, head, context.rank)
     rows = rows[:, :size].view(part.dtype)
-    total = rows[0].clone()
+    total = rows[0].to(torch.promote_types(part.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         total.add_(row)
-    total.mul_(1.0 / world)
-    torch._foreach_copy_(runs, list(total.split([r.numel() for r in runs])))
+    mean = total.mul_(1.0 / world).to(part.dtype)
+    torch._foreach_copy_(runs, list(mean.split([r.numel() for r in runs])))
     if original is None:
         return Outcome(unchecked=runs)
 
