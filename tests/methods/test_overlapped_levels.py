@@ -188,6 +188,21 @@ def test_any_plan_of_the_round_may_finish_it() -> None:
     assert all(torch.equal(levels, levels_of(link)) for levels in found)
 
 
+def test_a_rank_of_a_node_without_a_shard_of_the_last_bucket_fits_those_of_the_others() -> None:
+    like = {"whole": torch.empty(2000), "one": torch.empty(1)}
+    planner = Planner(gw.Hierarchical(compressor=overlapped(), node_size=2), like, 4, Options(min_numel=0))
+    memories = [Memory() for _ in range(4)]
+    contexts = [Context(r, 4, 0, memory=m) for r, m in enumerate(memories)]
+    for name, values in like.items():
+        plan = planner.plan([name], 0)
+        rows = torch.randn(4, values.numel(), generator=torch.Generator().manual_seed(5))
+        simulate_ranks([plan.whole(c, row) for c, row in zip(contexts, rows)], [Meter(r) for r in range(4)])
+    simulate_ranks([plan.finish(c) for c in contexts], [Meter(r) for r in range(4)])
+    for memory in memories:
+        memory.commit()
+    assert all(memory.value("levels") is not None for memory in memories)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_joined_counts_are_those_of_all_values(weighted: bool) -> None:
     plan, g = plan_of(before_use(overlapped(norm="max")), "cpu"), gradients(0)[0]

@@ -355,10 +355,10 @@ class HierarchicalPlan(BucketPlan):
         )
 
     def finish(self, context: Context) -> Exchange[None]:
+        # A rank without a shard of this bucket may have one of another, whose data waits for the end of the round.
         place, _ = self._node.place(context.rank)
-        if self.shards[place].numel:
-            finishing = self.plan_of(place).finish(self._context(context, place))
-            yield from within(self._between, context.rank, finishing)
+        finishing = self.plan_of(place).finish(self._context(context, place))
+        yield from within(self._between, context.rank, finishing)
 
     def target_(self, context: Context, gradient: torch.Tensor) -> None:
         """Replace a gradient by this rank's contribution: its node's mean in its own shard, zeros elsewhere."""
