@@ -59,6 +59,21 @@ def test_the_outcome_is_the_methods_own(inner: str, coder: str) -> None:
             assert torch.equal(plain, coded)
 
 
+@pytest.mark.parametrize("levels", [2, 3, 5])
+def test_shares_of_shared_levels_are_whole_words_of_the_coders_digits(levels: int) -> None:
+    """A word of the coder holds other numbers of digits than a word without it: 3 rather than 13 of base 5."""
+    inner = f"QSGDMaxNorm(levels={levels})"
+    for world_size in (2, 3):
+        for numel in (500, 4097):
+            g = torch.randn(world_size, numel, generator=torch.Generator().manual_seed(numel))
+            like = [("p", torch.empty(numel))]
+            plain, coded = (
+                gw.SimulatedLink(like, spec, world_size, min_numel=0, collective="two_shot").reduce_(g.clone())
+                for spec in (inner, f"Coded({inner})")
+            )
+            assert torch.equal(plain, coded), (world_size, numel)
+
+
 def entropy(probabilities: torch.Tensor) -> float:
     p = probabilities[probabilities > 0].double()
     return float(-(p * p.log2()).sum())

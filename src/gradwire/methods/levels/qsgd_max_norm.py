@@ -20,7 +20,7 @@ from gradwire.methods.levels.level_compressor import LevelCodec, LevelSummary, a
 from gradwire.methods.levels.qsgd import EvenLevels
 
 if TYPE_CHECKING:
-    from gradwire.kernels import Kernels
+    from gradwire.kernels import Coder, Kernels
 
 
 MOST_SUM = 32767
@@ -71,6 +71,13 @@ class SharedLevelCodec(LevelCodec, SummableCodec):
         self.side_bytes = 0
         self.sums = Grid.even(levels * world_size)
         self.sum_layout = summed(self.layout, world_size)
+        self._find_grain()
+
+    def use_coder(self, coder: Coder) -> None:
+        super().use_coder(coder)
+        self._find_grain()  # That of the digits in bytes.
+
+    def _find_grain(self) -> None:
         self.grain = math.lcm(*(d // math.gcd(5, d) for d in (self.layout.digits, self.sum_layout.digits)))
 
     def summarise(self, flat: torch.Tensor) -> LevelSummary:
