@@ -13,7 +13,7 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.network_cost import Delays
 from gradwire.exchange.planning import Options, Planner, exchanged
 from gradwire.methods.spec import method as read_method
-from gradwire.model.gradients import Quantiles, drawn
+from gradwire.model.gradients import Gradients, drawn
 from gradwire.model.profile import ReadyBucket
 
 
@@ -70,7 +70,7 @@ def exchange_of(
     options: Options | None = None,
     repeats: int = 5,
     lanes: int = LANES,
-    quantiles: Quantiles | None = None,
+    gradients: Gradients | None = None,
 ) -> ExchangeProfile:
     """Plan and profile every bucket on this machine.
 
@@ -78,8 +78,8 @@ def exchange_of(
         parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
         buckets: Buckets in DDP's layout.
         lanes: Number of lanes, with which delays are counted; DDP alone has one.
-        quantiles: Quantiles of the gradients' values (:func:`gradwire.model.gradients.quantiles`), on which the bytes
-            of entropy coders depend; normal values if they are not known.
+        gradients: Values of the gradients (:func:`gradwire.model.gradients.values_of`), on which the bytes of entropy
+            coders depend; independent normal values if they are not known.
 
     Raises:
         IncompatibleError: the method has local steps, cannot serve that many ranks, or does not allow an option.
@@ -93,7 +93,7 @@ def exchange_of(
     planner = Planner(chosen, parameters, world_size, options or Options())
     planner.compile()
     delays = planner.delays([bucket.names for bucket in buckets], lanes)
-    return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats, quantiles), delays)
+    return ExchangeProfile(repr(chosen), world_size, jobs_of(planner, buckets, world_size, repeats, gradients), delays)
 
 
 def jobs_of(
@@ -101,7 +101,7 @@ def jobs_of(
     buckets: Sequence[ReadyBucket],
     world_size: int,
     repeats: int,
-    quantiles: Quantiles | None = None,
+    gradients: Gradients | None = None,
 ) -> tuple[BucketJobs, ...]:
     """Plan and profile buckets of a planner's parameters on this machine.
 
@@ -112,7 +112,7 @@ def jobs_of(
     def jobs(names: Sequence[str]) -> BucketJobs:
         plan = planner.plan(names, 0)
         numel = {name: planner.parameters[name].numel for name in names}
-        flat = drawn(numel, quantiles or {}, generator).to(plan.dtype)
+        flat = drawn(numel, gradients or {}, generator).to(plan.dtype)
         link, period = planner.options.link_cost, planner.method.traits.period
         prepare, chunks = profile_locally(
             plan, flat, world_size, repeats, link=link, period=period, sizes=tuple(numel.values())

@@ -195,7 +195,7 @@ def _rehearse(
         return server_of(spec, tensors, buckets, workers, repeats=repeats)
     if traits.local_steps:
         return cycle_of(spec, tensors, workers, options, repeats=repeats)
-    return exchange_of(spec, tensors, buckets, workers, options, repeats=repeats, quantiles=profile.quantiles)
+    return exchange_of(spec, tensors, buckets, workers, options, repeats=repeats, gradients=profile.gradients)
 
 
 def _message_cost(link: LinkModel, world_size: int, machine: Machine, load: Load) -> LinkCost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from gradwire.errors import HyperparameterError
-from gradwire.model.gradients import INTERVALS, quantiles
+from gradwire.model.gradients import GradientValues, values_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +101,8 @@ class Recorder:
 
     Attributes:
         reduced: Names of the parameters that the module reduces.
-        quantiles: Quantiles of the values of their gradients, by name, in the first step in which these are finite and
-            not all zero; if there is none among the first :data:`LOOKS` steps, in the last of them.
+        gradients: Values of their gradients, by name, in the first step in which these are finite and not all zero; if
+            there is none among the first :data:`LOOKS` steps, in the last of them.
     """
 
     def __init__(self, module: Any, automatic: bool = False) -> None:
@@ -109,7 +110,7 @@ class Recorder:
         self._names = {id(p): name for name, p in inner.named_parameters()}
         # By identity: DDP goes on to reduce those parameters of the root module itself that it was told to ignore.
         self.reduced = frozenset(self._names[id(p)] for p in module._build_params_for_reducer()[0])
-        self.quantiles: dict[str, tuple[float, ...]] = {}
+        self.gradients: dict[str, GradientValues] = {}
         self._looks = Counter[str]()
         self._marks: list[float] = []
         self._buckets: list[tuple[float, tuple[str, ...], int]] = []
@@ -142,9 +143,9 @@ class Recorder:
         self._buckets.append((time.perf_counter(), names, bucket.buffer().numel()))
         for name, gradient in zip(names, bucket.gradients()):
             # As few times as it can be, since it takes longer than some steps.
-            if self._looks[name] < LOOKS and not any(self.quantiles.get(name, ())):
+            if self._looks[name] < LOOKS and not (name in self.gradients and any(self.gradients[name].quantiles)):
                 self._looks[name] += 1
-                self.quantiles[name] = quantiles(gradient)
+                self.gradients[name] = values_of(gradient)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         if self._automatic and bucket.is_last():
@@ -208,15 +209,15 @@ class Profile:
         parameters: Shape and stride of each parameter, by name.
         timeline: Timeline of a worker that is alone on its computer.
         dtypes: Dtype of each parameter that is not in float32, by name.
-        quantiles: Quantiles of the values of each parameter's gradient (:func:`gradwire.model.gradients.quantiles`), by
-            name; empty if they are not known.
+        gradients: Values of each parameter's gradient (:func:`gradwire.model.gradients.values_of`), by name; empty if
+            they are not known.
     """
 
     source: str
     parameters: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     timeline: Timeline
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    quantiles: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    gradients: dict[str, GradientValues] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: str, module: nn.Module, recorder: Recorder) -> Profile:
@@ -234,8 +235,8 @@ class Profile:
         missing = set(shapes) - {name for bucket in timeline.buckets for name in bucket.names}
         if missing:
             raise HyperparameterError(f"{source}: parameter {min(missing)!r} was in no bucket of the last step")
-        known = {name: recorder.quantiles[name] for name in shapes}
-        return cls(source=source, parameters=shapes, timeline=timeline, dtypes=dtypes, quantiles=known)
+        known = {name: recorder.gradients[name] for name in shapes}
+        return cls(source=source, parameters=shapes, timeline=timeline, dtypes=dtypes, gradients=known)
 
     @property
     def numel(self) -> int:
@@ -256,7 +257,7 @@ class Profile:
             "parameters": self.parameters,
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
             "timeline": self.timeline.to_json(),
-            "quantiles": self.quantiles,
+            "gradients": {name: values.to_json() for name, values in self.gradients.items()},
         }
         path.write_text(json.dumps(record) + "\n")
 
@@ -275,11 +276,12 @@ class Profile:
             timeline = Timeline.from_json(found["timeline"])
             # Profiles of earlier versions have none.
             dtypes = {name: FLOATS[told] for name, told in found.get("dtypes", {}).items()}
-            known = {name: tuple(map(float, told)) for name, told in found.get("quantiles", {}).items()}
+            known = {
+                name: GradientValues.from_json(told, math.prod(shapes[name][0]))
+                for name, told in found.get("gradients", {}).items()
+            }
             if not timeline.compute_s > 0:
                 raise ValueError("its step takes no time")
-            if any(len(told) not in (0, INTERVALS + 1) for told in known.values()):
-                raise ValueError(f"{INTERVALS + 1} quantiles of a gradient are needed")
-            return cls(source=found["source"], parameters=shapes, timeline=timeline, dtypes=dtypes, quantiles=known)
+            return cls(source=found["source"], parameters=shapes, timeline=timeline, dtypes=dtypes, gradients=known)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise HyperparameterError(f"{path} holds no profile: {type(error).__name__}: {error}") from None

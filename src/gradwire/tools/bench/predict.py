@@ -16,7 +16,7 @@ import torch
 import gradwire as gw
 from gradwire.model.calibrate import Observation, calibrate
 from gradwire.model.exchange_profile import ExchangeProfile, exchange_of, nothing_but_the_sum
-from gradwire.model.gradients import Quantiles, quantiles
+from gradwire.model.gradients import Gradients, values_of
 from gradwire.model.machine import CUBIC, DEFAULT, LinkModel, Machine
 from gradwire.model.profile import Timeline
 from gradwire.model.schedule import Load
@@ -213,19 +213,19 @@ def _timeline(row: Row) -> Timeline:
 def _exchange(model: str, hosts: int, spec: str, variant: str, timeline: Timeline) -> ExchangeProfile:
     with torch.device("meta"):
         module = bench_model(model).make()
-    found = exchange_of(spec, dict(module.named_parameters()), timeline.buckets, hosts, quantiles=_quantiles(model))
+    found = exchange_of(spec, dict(module.named_parameters()), timeline.buckets, hosts, gradients=_gradients(model))
     return nothing_but_the_sum(found) if variant == "ddp fp32" else found
 
 
 @cache
-def _quantiles(model: str) -> Quantiles:
-    """Return the quantiles of a model's gradients in its first step."""
+def _gradients(model: str) -> Gradients:
+    """Return the values of a model's gradients in its first step."""
     bench = bench_model(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = bench.make()
     bench.loss(module, bench.batch(torch.Generator().manual_seed(0))).backward()
-    return {name: quantiles(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+    return {name: values_of(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
 def split(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
