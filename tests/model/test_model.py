@@ -304,6 +304,14 @@ def test_a_link_without_bandwidth_is_refused_and_not_taken_for_one_without_a_lim
         LinkModel(bandwidth_bytes_per_s=rate)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"latency_s": -1.0}, {"latency_s": math.nan}, {"ranks_per_host": 0}, {"loss": 1.0}, {"loss": -0.1}]
+)
+def test_a_link_that_cannot_be_is_refused_by_the_field(wrong: dict[str, Any]) -> None:
+    with pytest.raises(gw.HyperparameterError, match=f"LinkModel: {next(iter(wrong))} is"):
+        LinkModel(**wrong)
+
+
 def test_a_step_that_takes_no_time_is_refused_by_name(tmp_path: Path) -> None:
     empty = profile(0.0)
     with pytest.raises(gw.HyperparameterError, match="a step of 0 s cannot be stretched"):

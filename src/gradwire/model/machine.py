@@ -93,7 +93,8 @@ class LinkModel:
         congestion: TCP's congestion control, such as "cubic" or "bbr"; it matters where packets are lost.
 
     Raises:
-        HyperparameterError: the bandwidth is not above 0.
+        HyperparameterError: the bandwidth is not above 0, the delay is negative or infinite, a host has no rank, or the
+            loss is negative or not below 1.
     """
 
     bandwidth_bytes_per_s: float | None = None
@@ -106,6 +107,12 @@ class LinkModel:
         rate = self.bandwidth_bytes_per_s
         if rate is not None and not rate > 0:
             raise HyperparameterError(f"LinkModel: bandwidth_bytes_per_s is above 0 or None for no limit, not {rate!r}")
+        if not 0 <= self.latency_s < math.inf:
+            raise HyperparameterError(f"LinkModel: latency_s is a number of seconds, 0 or more, not {self.latency_s!r}")
+        if self.ranks_per_host < 1:
+            raise HyperparameterError(f"LinkModel: ranks_per_host is at least 1, not {self.ranks_per_host!r}")
+        if not 0 <= self.loss < 1:
+            raise HyperparameterError(f"LinkModel: loss is a share of packets, from 0 to below 1, not {self.loss!r}")
 
     @property
     def connection_bytes_per_s(self) -> float:
