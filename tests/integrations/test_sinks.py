@@ -131,6 +131,8 @@ def test_two_ranks_share_a_registry_of_someone_elses() -> None:
     text = library.generate_latest(registry).decode()
     assert 'gradwire_rounds_total{rank="0"} 1.0' in text
     assert 'gradwire_rounds_total{rank="1"} 51.0' in text
+    # Formats of Prometheus have one group of lines for each name, and parsers refuse a second one.
+    assert text.count("# TYPE gradwire_rounds_total counter") == text.count("# TYPE gradwire_step gauge") == 1
     first.close()
     assert 'rank="0"' not in library.generate_latest(registry).decode()
 

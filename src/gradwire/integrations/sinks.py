@@ -150,12 +150,32 @@ class MLflowSink(Sink):
             self._client.set_terminated(self.run_id)
 
 
-_open_ranks: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Labels of the open Prometheus sinks in each registry."""
+class _Page:
+    """Collector of all sinks in a registry: a page has each metric once, with the samples of all ranks.
+
+    Attributes:
+        latest: Latest metrics of each open sink, by its label.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core, self.latest = core, dict[str, Mapping[str, float]]()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the latest metrics when the registry collects them."""
+        # A copy, since sinks are opened and closed on other threads than the server's.
+        latest = dict(self.latest)
+        for name in dict.fromkeys(name for metrics in latest.values() for name in metrics):
+            label = "gradwire_" + re.sub(r"[^a-zA-Z0-9_]", "_", re.sub(r"_s$", "_seconds", name))
+            kind = self._core.CounterMetricFamily if name in COUNTERS else self._core.GaugeMetricFamily
+            family = kind(label, f"gradwire: {name}", labels=["rank"])
+            for rank, metrics in latest.items():
+                if name in metrics:
+                    family.add_metric([rank], metrics[name])
+            yield family
 
 
-def _ranks_in(registry: Any) -> set[str]:
-    return _open_ranks.setdefault(registry, set())
+_pages: weakref.WeakKeyDictionary[Any, _Page] = weakref.WeakKeyDictionary()
+"""The page of each registry with open sinks."""
 
 
 class PrometheusSink(Sink):
@@ -181,12 +201,11 @@ class PrometheusSink(Sink):
         self, port: int | None = None, *, rank: int = 0, registry: Any = None, address: str = "127.0.0.1"
     ) -> None:
         library = needed("prometheus_client", "prometheus_client")
-        self._core = needed("prometheus_client.core", "prometheus_client")
-        self._rank, self._latest, self._is_open = str(rank), dict[str, float](), True
+        self._rank, self._is_open = str(rank), True
         self.registry = library.CollectorRegistry() if registry is None else registry
         self._server: Any = None
-        taken = _ranks_in(self.registry)
-        if self._rank in taken:
+        page = _pages.get(self.registry)
+        if page is not None and self._rank in page.latest:
             raise HyperparameterError(
                 f"rank: a sink of rank {rank} is in this registry already, and their metrics would have the same "
                 "names and labels: close it first, or give each link a registry of its own"
@@ -194,8 +213,11 @@ class PrometheusSink(Sink):
         if port is not None:
             # A port that is taken leaves the registry as it was.
             self._server, self._thread = library.start_http_server(port, addr=address, registry=self.registry)
-        self.registry.register(self)
-        taken.add(self._rank)
+        if page is None:
+            page = _pages[self.registry] = _Page(needed("prometheus_client.core", "prometheus_client"))
+            self.registry.register(page)
+        self._page = page
+        page.latest[self._rank] = {}
 
     @property
     def port(self) -> int | None:
@@ -204,22 +226,16 @@ class PrometheusSink(Sink):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         # A single assignment, so that a scrape on the server's thread never sees a part of it.
-        self._latest = {**metrics, "step": float(step)}
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the latest metrics when the registry collects them."""
-        for name, value in self._latest.items():
-            label = "gradwire_" + re.sub(r"[^a-zA-Z0-9_]", "_", re.sub(r"_s$", "_seconds", name))
-            kind = self._core.CounterMetricFamily if name in COUNTERS else self._core.GaugeMetricFamily
-            family = kind(label, f"gradwire: {name}", labels=["rank"])
-            family.add_metric([self._rank], value)
-            yield family
+        if self._is_open:
+            self._page.latest[self._rank] = {**metrics, "step": float(step)}
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self.registry.unregister(self)
-            _ranks_in(self.registry).discard(self._rank)
+            del self._page.latest[self._rank]
+            if not self._page.latest:
+                del _pages[self.registry]
+                self.registry.unregister(self._page)
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
