@@ -140,6 +140,8 @@ def test_what_is_no_outage_is_refused_with_an_example(text: str) -> None:
         ("hosts=four", "hosts=four: a whole number is needed"),
         ("groups=2.5", "groups=2.5: a whole number is needed"),
         ("hosts=4,groups=3", "4 hosts cannot be spread over them evenly"),
+        ("hosts=4,groups=1000000000000", "groups=1000000000000: 1 to 200 are possible"),
+        ("hosts=4,group.a=0-1000000000000", "the hosts are 0 to 199 at most"),
         ("groups=0", "cannot be spread over them evenly"),
         ("between=1mbit", "give groups=2 or more too"),
         ("hosts=2,host2=1mbit", "host2: the hosts are 0 to 1"),

@@ -295,6 +295,8 @@ def _fields(given: Mapping[str, str]) -> dict[str, Any]:
             "asymmetric=unlimited: a rate is needed; give hosts that may send without limit a link of their own,"
             " such as host0=unlimited:100mbit"
         )
+    if fields.get("groups", 1) > MOST_HOSTS:
+        raise HyperparameterError(f"groups={fields['groups']}: 1 to {MOST_HOSTS} are possible")
     names = list(fields["members"]) or [str(number) for number in range(fields.get("groups", 1))]
     fields["overrides"] = {int(name): rates for name, rates in fields["overrides"].items()}
     fields["between_overrides"] = {_number(name, names): rates for name, rates in fields["between_overrides"].items()}
@@ -323,7 +325,10 @@ def _hosts_of(key: str, value: str) -> tuple[int, ...]:
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if not found:
             raise HyperparameterError(f"{key}={value}: numbers of hosts are needed, such as 0-3 or 0-2+5")
-        hosts += range(int(found[1]), int(found[2] or found[1]) + 1)
+        last = int(found[2] or found[1])
+        if last >= MOST_HOSTS:
+            raise HyperparameterError(f"{key}={value}: the hosts are 0 to {MOST_HOSTS - 1} at most")
+        hosts += range(int(found[1]), last + 1)
     return tuple(hosts)
 
 
