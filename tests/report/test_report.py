@@ -180,6 +180,22 @@ def test_the_page_is_whole_escaped_and_self_contained(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_page_that_another_process_writes_at_once_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, output, replace = write_run(tmp_path / "a"), tmp_path / "page.html", os.replace
+
+    def beside(temporary: Path, to: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        write_report([run], output)
+        replace(temporary, to)
+
+    monkeypatch.setattr(os, "replace", beside)
+    assert "90.00 %" in write_report([run], output).read_text()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 @pytest.mark.parametrize("accuracies", [(0.1, 0.5), (0.1,)])
 def test_a_run_that_sent_nothing_has_no_plot_of_bytes(tmp_path: Path, accuracies: tuple[float, ...]) -> None:
     page = write_report([write_run(tmp_path / "a", accuracies=accuracies, sent_bytes=0)], tmp_path / "page.html")

@@ -34,7 +34,8 @@ def write_report(folders: Iterable[Path], output: Path, predicted: Sequence[str]
     left_out: list[str] = []
     runs = load_runs(folders, left_out.append)
     page = render(runs, left_out, predicted)
-    temporary = output.with_name(output.name + ".tmp")
+    # Two processes may write the page at once.
+    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     try:
         # The name of a folder may hold bytes that are no text.
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
