@@ -40,8 +40,14 @@ def killed_by(exit_code: int) -> str:
     Example:
         >>> killed_by(-9)
         'was killed by SIGKILL (out of memory?)'
+        >>> killed_by(-40)
+        'was killed by signal 40'
     """
-    name = signal.Signals(-exit_code).name
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        # Real-time signals between the first and the last have no name.
+        name = f"signal {-exit_code}"
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
