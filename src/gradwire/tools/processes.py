@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -143,6 +144,14 @@ def module_command(module: str) -> list[str]:
     found = {"", os.getcwd()} if os.path.exists(os.curdir) else {""}
     apart = sys.version_info >= (3, 11) and found.isdisjoint(sys.path)
     return [sys.executable, *(["-P"] if apart else []), "-m", module]
+
+
+def look_beside(script: str) -> None:
+    """Let a module that runs a user's script find modules in its folder first, as ``python SCRIPT`` does.
+
+    Python has put the current folder there, unless :func:`module_command` told it not to.
+    """
+    sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [str(Path(script).resolve().parent)]
 
 
 def fork_all(module: str, children: Sequence[Child]) -> list[ForkedProcess]:

@@ -26,7 +26,7 @@ from gradwire.tools.experiments.errors import UsageError, WorkerError, nearest
 from gradwire.tools.experiments.launch import loopback
 from gradwire.tools.experiments.order import share
 from gradwire.tools.experiments.tasks import ALL, build
-from gradwire.tools.processes import die_with_parent, termination_unwinds
+from gradwire.tools.processes import die_with_parent, look_beside, module_command, termination_unwinds
 
 STEPS = 12
 """Steps to profile. The first two are not counted: DDP lays out its buckets in them."""
@@ -149,9 +149,9 @@ def profile_script(script: Path, arguments: Sequence[str]) -> Profile:
         raise UsageError(f"script {script} does not exist")
     with termination_unwinds(), tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "profile.json"
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        words = [*module_command("torch.distributed.run"), "--standalone", "--nproc-per-node=1", "--no-python"]
         with subprocess.Popen(
-            [*words, "-m", "gradwire.tools.bench.profile", str(script), *arguments],
+            [*words, *module_command("gradwire.tools.bench.profile"), str(script), *arguments],
             env={"OMP_NUM_THREADS": "1", **loopback(), **os.environ, ENVIRONMENT: str(out)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -204,7 +204,7 @@ def main() -> None:
 
     DistributedDataParallel.__init__ = initialize  # type: ignore[method-assign]
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    look_beside(script)
     runpy.run_path(script, run_name="__main__")
 
 

@@ -18,11 +18,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from gradwire.tools.cli.launcher import Report
 from gradwire.tools.experiments.config import LinkSettings
+from gradwire.tools.processes import look_beside
 
 ENVIRONMENT = "GRADWIRE_RUN"
 
@@ -102,7 +102,7 @@ def _came_to(link: Any) -> str:
 def run_script(script: str, arguments: Sequence[str], links: Sequence[Any]) -> None:
     """Run the script as ``__main__``, as ``python SCRIPT ARGS`` would."""
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    look_beside(script)
     try:
         runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:

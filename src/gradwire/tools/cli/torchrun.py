@@ -13,6 +13,7 @@ from gradwire.tools.cli.bootstrap import ENVIRONMENT, to_text
 from gradwire.tools.experiments.config import LinkSettings
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.lab import PORT, Topology, open_network, run_command
+from gradwire.tools.processes import module_command
 
 NUMBER = r"\d+"
 FORMS = {
@@ -44,11 +45,13 @@ def command(flags: Mapping[str, str | None], standalone: bool, script: Path, arg
         raise UsageError("one process exchanges nothing: give --nproc-per-node 2 or more, or --nnodes")
     rendezvous = {"nnodes", "master-addr", "master-port", "rdzv-endpoint", "rdzv-backend"}
     alone = standalone or not rendezvous & given.keys()
+    python, *words = module_command("gradwire.tools.cli.bootstrap")
     return [
-        *(sys.executable, "-m", "gradwire.tools.cli.launcher"),
+        *module_command("gradwire.tools.cli.launcher"),
         *(["--standalone"] if alone else []),
         *(f"--{flag}={value}" for flag, value in given.items()),
-        *("-m", "gradwire.tools.cli.bootstrap", str(script), *arguments),
+        # torchrun itself would start a module with ``-m`` alone; like it, do not buffer what workers print.
+        *("--no-python", python, "-u", *words, str(script), *arguments),
     ]
 
 
