@@ -601,6 +601,21 @@ def test_fields_and_uses_that_make_no_sense_are_refused() -> None:
         ours.train(gw.LocalSGD(), 1)
 
 
+@pytest.mark.parametrize("method", ["LocalSGD()", "ChocoSGD()"])
+def test_workers_whose_elements_lie_in_another_order_are_refused(method: str) -> None:
+    """Values are exchanged in memory order: others would be averaged than those of the same place in the shape."""
+    weight = torch.zeros(2, 3, 2, 2)
+    for other in (
+        [("w", weight.to(memory_format=torch.channels_last))],
+        [("w", weight.double())],
+        [("w", weight[:1])],
+        [("w", weight), ("more", torch.zeros(1))],
+    ):
+        workers = [[(n, p.clone().requires_grad_()) for n, p in pairs] for pairs in ([("w", weight)], other)]
+        with pytest.raises(gw.IncompatibleError, match="worker 1's parameters have other names, shapes, strides"):
+            gw.SimulatedLocalSteps(workers, method)
+
+
 @pytest.mark.parametrize("method", ["LocalSGD(every=2)", "StreamingDiLoCo(every=8, delay=1)", "dpsgd"])
 def test_a_warm_up_exchanges_gradients_and_is_refused(method: str) -> None:
     workers = Quadratics(2, alike=True).workers

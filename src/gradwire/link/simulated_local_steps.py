@@ -14,6 +14,7 @@ from gradwire.exchange.drivers import Meter, Traffic, dense_bytes, simulate_rank
 from gradwire.exchange.method import Method
 from gradwire.exchange.planning import FragmentClock, Options, exchanged
 from gradwire.exchange.protocols import Context
+from gradwire.exchange.segments import Parameter
 from gradwire.link.buffers import mean_of_simulated
 from gradwire.link.global_parameters import GlobalParameters, mean_over_ranks, parameters_of
 from gradwire.link.local_steps import GIVES_UP, MOST_DISCARDED
@@ -40,7 +41,8 @@ class SimulatedLocalSteps:
 
     Raises:
         IncompatibleError: the method exchanges gradients, or would in its first rounds (``warmup_steps``), or workers
-            begin with different parameters and the method is not gossip.
+            begin with different parameters and the method is not gossip, or differ in the names, shapes, strides or
+            types of parameters.
         ExchangeError: a parameter of a worker is not finite in an exchange by gossip, or the means of three exchanges
             in a row are not.
 
@@ -69,9 +71,13 @@ class SimulatedLocalSteps:
             )
         settings = {field.name: getattr(its_options, field.name) for field in fields(its_options)}
         self.link = SimulatedLink(pieces.items(), found, len(named), **settings)
+        layouts = [{n: Parameter.of(n, p) for n, p in mine.items()} for mine in named]
         for rank, mine in enumerate(named):
-            same = found.traits.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())
-            if mine.keys() != named[0].keys() or not same:
+            if layouts[rank] != layouts[0]:
+                raise IncompatibleError(
+                    f"worker {rank}'s parameters have other names, shapes, strides or types than worker 0's"
+                )
+            if not (found.traits.outcomes_differ or all(torch.equal(p, named[0][n]) for n, p in mine.items())):
                 raise IncompatibleError(f"worker {rank} begins with other parameters than worker 0")
         self._workers = [parameters_of(found, mine, len(named)) for mine in named]
         self.buffers: list[list[torch.Tensor]] = []
