@@ -84,20 +84,25 @@ def check(cell: Cell, rows: list[dict[str, Any]], reason: str) -> None:
     assert numbers == pytest.approx(its_numbers, rel=2 * STEP)
 
 
+def asked(engine: Engine, cell: Cell) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the rows and the advice of the page's model for a cell."""
+    profile = json.dumps(engine.profile(cell.parameters, cell.compute_s, cell.micro_batches))
+    setting = {
+        "hosts": cell.hosts,
+        "ranksPerHost": cell.ranks_per_host,
+        "cores": cell.cores,
+        "bytesPerS": cell.bytes_per_s,
+        "latencyS": cell.latency_s,
+        "loss": cell.loss,
+    }
+    rows = engine.call(f"GradwireModel.forecast(data, {profile}, {json.dumps(setting)})")
+    return rows, engine.call(f"GradwireModel.recommend({json.dumps(rows)}, data.constants)")
+
+
 def test_the_model_in_javascript_agrees_with_plan(engine: Engine, answers: list[Cell]) -> None:
     assert len(answers) >= 20
     for cell in answers:
-        profile = json.dumps(engine.profile(cell.parameters, cell.compute_s, cell.micro_batches))
-        setting = {
-            "hosts": cell.hosts,
-            "ranksPerHost": cell.ranks_per_host,
-            "cores": cell.cores,
-            "bytesPerS": cell.bytes_per_s,
-            "latencyS": cell.latency_s,
-            "loss": cell.loss,
-        }
-        rows = engine.call(f"GradwireModel.forecast(data, {profile}, {json.dumps(setting)})")
-        advice = engine.call(f"GradwireModel.recommend({json.dumps(rows)}, data.constants)")
+        rows, advice = asked(engine, cell)
         assert [row["method"] for row in cell.rows if row["recommended"]] == [advice["method"]]
         check(cell, rows, advice["reason"])
 
@@ -186,13 +191,16 @@ def test_the_page_shows_in_a_browser_what_plan_predicts(
         assert page["profile"] == engine.profile(cell.parameters, cell.compute_s, cell.micro_batches)
         assert f"--hosts {cell.hosts} " in page["command"]
         assert any("Extrapolated" in note for note in page["notes"]) == (cell.rows[0]["extrapolated"] is not None)
-        (words, numbers), (its_words, its_numbers) = apart(page["advice"].lower()), apart(f"{cell.reason}.".lower())
+        # The model's words, which differ from plan's where the link and the codec take the same time.
+        rows, advice = asked(engine, cell)
+        (words, numbers), (its_words, its_numbers) = apart(page["advice"].lower()), apart(f"{advice['reason']}.".lower())
         assert words == its_words
         assert numbers == pytest.approx(its_numbers, rel=2 * STEP)
-        for (method, step, span, faster, sent, bounded, floor), its in zip(page["rows"], cell.rows, strict=True):
+        assert [(row[0], row[5]) for row in page["rows"]] == [(row["method"], row["bottleneck"]) for row in rows]
+        for (method, step, span, faster, sent, _, floor), its in zip(page["rows"], cell.rows, strict=True):
             off = 2 * CODED
             low, high = span.split(" to ")
-            assert (method, bounded) == (its["method"], its["bottleneck"])
+            assert method == its["method"]
             assert amount(step) == pytest.approx(its["step_s"], rel=2 * STEP)
             assert [amount(low), amount(high)] == pytest.approx([its["low_s"], its["high_s"]], rel=2 * STEP)
             assert float(faster) == pytest.approx(its["speedup"], rel=2 * STEP, abs=0.01)
