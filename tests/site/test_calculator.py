@@ -193,7 +193,10 @@ def test_the_page_shows_in_a_browser_what_plan_predicts(
         assert any("Extrapolated" in note for note in page["notes"]) == (cell.rows[0]["extrapolated"] is not None)
         # The model's words, which differ from plan's where the link and the codec take the same time.
         rows, advice = asked(engine, cell)
-        (words, numbers), (its_words, its_numbers) = apart(page["advice"].lower()), apart(f"{advice['reason']}.".lower())
+        (words, numbers), (its_words, its_numbers) = (
+            apart(page["advice"].lower()),
+            apart(f"{advice['reason']}.".lower()),
+        )
         assert words == its_words
         assert numbers == pytest.approx(its_numbers, rel=2 * STEP)
         assert [(row[0], row[5]) for row in page["rows"]] == [(row["method"], row["bottleneck"]) for row in rows]
