@@ -101,7 +101,8 @@ def progress_panels(runs: Sequence[Run]) -> Iterator[str]:
                 axes.set_ylim(lowest, 100.0 + 0.02 * (100.0 - lowest))
             elif decades:
                 axes.set_yscale("log")
-            yield svg(figure, f"{field} of each run by {name}")
+            drawn = svg(figure, f"{field} of each run by {name}")
+        yield drawn
 
 
 def gauge_panels(runs: Sequence[Run]) -> Iterator[str]:
@@ -121,7 +122,8 @@ def gauge_panels(runs: Sequence[Run]) -> Iterator[str]:
                     axes.fill_between(steps, low, high, color=look["color"], alpha=0.18, linewidth=0)
             axes.set_xlabel("step")
             axes.set_ylabel(name)
-            yield svg(figure, f"{name} by step")
+            drawn = svg(figure, f"{name} by step")
+        yield drawn
 
 
 def panel() -> tuple[Figure, Axes]:
