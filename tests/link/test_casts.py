@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from gradwire.exchange.planning import Options, Planner
+from gradwire.link.bucket_exchange import SMALL_BYTES
 from oracle import layers, square_loss
 from ranks import fresh_ranks, wait_until_watched
 
@@ -119,6 +120,26 @@ def run_fine(method: str, min_numel: int | None) -> tuple[list[float], list[floa
 def test_small_parameters_are_cast_unless_they_are_to_be_kept(three_ranks: Any, method: str) -> None:
     assert three_ranks(run_fine, method, None) == [([ROUNDED[method]], [ROUNDED[method]])] * 3
     assert three_ranks(run_fine, method, 1024) == [([ROUNDED[method]], [FINE])] * 3
+
+
+def lanes_used(numel: int) -> list[int]:
+    """Exchange two buckets of ``numel`` elements; return the bytes that each lane has sent for them."""
+    parameters = [nn.Parameter(torch.zeros(numel)) for _ in range(2)]
+    link = gw.Link(parameters, "fp32", lanes=2)
+    before = [lane.meter.sent_bytes for lane in link._runtime.lanes]
+    started = [link.exchange(i, [str(i)], torch.ones(numel), i == 1) for i in range(2)]
+    assert all(bool((future.wait() == 1).all()) for future in started)
+    sent = [lane.meter.sent_bytes - b for lane, b in zip(link._runtime.lanes, before)]
+    link.close()
+    return sent
+
+
+def test_small_buckets_share_a_lane(three_ranks: Any) -> None:
+    small = SMALL_BYTES // 4
+    for sent in three_ranks(lanes_used, small):
+        assert sent[0] >= 2 * small * 4 and sent[1] == 0
+    for sent in three_ranks(lanes_used, small + 1):
+        assert sent[0] == sent[1] > small
 
 
 def run_until(method: str, what: str) -> tuple[str, str]:

@@ -23,6 +23,13 @@ from gradwire.link.round import Mean, Round
 
 T = TypeVar("T")
 
+SMALL_BYTES = 1 << 22
+"""Buckets up to this size that start at once share a lane.
+
+Threads of a second connection cost small buckets more than they save; see ``gradwire bench step --model resnet``.
+Larger ones use all lanes, since a connection that loses packets does not fill its link.
+"""
+
 
 class StepBuffer:
     """Joins the buckets of a step, and returns their parts of the outcome.
@@ -181,6 +188,8 @@ class BucketExchange:
         first = lanes[self.bucket % len(lanes)]
         in_turn = [lanes[(self.bucket + chunk) % len(lanes)] for chunk in chunks]
         if self._starts_at_once:
+            if self.flat.numel() * self.flat.element_size() <= SMALL_BYTES:
+                in_turn = [lanes[0]] * len(chunks)
             for chunk, lane in zip(chunks, in_turn):
                 fail = partial(self._fail, chunk)
                 lane.run(self._chunk(chunk), then=self._finish_chunk, fail=fail, at_once=True)
