@@ -32,6 +32,15 @@ RESIDUAL = "residual"
 TIE = 0.01
 """Relative difference of step times below which the candidate listed first is taken."""
 
+CLOSE = 1.3
+"""Candidates that take up to this many times the least step time are tried again.
+
+Noise is not all: in the first turns, connections still widen their windows, which costs those with many bytes a tenth.
+"""
+
+FINAL_S, MOST_FINAL = 5.0, 8
+"""Seconds that the second part of a trial may take, if it has no more than so many times the turns of the first."""
+
 HOPELESS = 1.5
 """A candidate is not tried if its bytes alone take this many times the step of the one with the fewest bytes."""
 
@@ -171,9 +180,10 @@ class Autotuner:
 
     The time of a round runs from its first bucket to that of the next, so that it includes the whole exchange and all
     waits of the user. The candidate with the fewest bytes is tried first. The time of its step and a measurement of the
-    network show which candidates are too slow because of their bytes; these are left out. If several candidates are
-    within :data:`TIE` of the least time, the one listed first is kept. All decisions are functions of numbers that
-    every rank has gathered.
+    network show which candidates are too slow because of their bytes; these are left out. The others are tried in
+    turns. Those within :data:`CLOSE` of the fastest are then tried in more turns, whose times alone decide between
+    them: more steps cost little, since none of them is much slower. If several are within :data:`TIE` of the least
+    time, the one listed first is kept. All decisions are functions of numbers that every rank has gathered.
 
     Args:
         method: The candidates and the length of the trial.
@@ -206,7 +216,7 @@ class Autotuner:
         # DDP changes its buckets after the first round, and buffers grow in the second: neither is timed.
         self._schedule = [Trial(self._smallest, timed) for timed in (False, False, True, True)]
         self._left_out = dict(self._never)
-        self._tried = False
+        self._tried, self._final_turns = False, 0
         self._samples: dict[str, list[float]] = {}
         self._running: Trial | None = None
         self._begun_s = 0.0
@@ -316,10 +326,14 @@ class Autotuner:
             self._means = {chosen[0]: step_s}
             self.fix(chosen[0], "the link makes every other candidate slower")
             return
-        self._samples = {}
         self._schedule = [Trial(spec, False) for spec in chosen]
-        for _ in range(self.method.turns):
-            for before, spec in zip([chosen[-1], *chosen], chosen):
+        self._take_turns(chosen, self.method.turns)
+
+    def _take_turns(self, specs: Sequence[str], turns: int) -> None:
+        """Schedule turns of candidates, and forget the times so far."""
+        self._samples = {}
+        for _ in range(turns):
+            for before, spec in zip([specs[-1], *specs], specs):
                 if before in self._keepers and spec not in self._keepers:
                     # This round also sends residuals that were left.
                     self._schedule.append(Trial(spec, False))
@@ -336,10 +350,20 @@ class Autotuner:
     def _decide(self, network: Channel) -> None:
         specs = [spec for spec in self._planners if spec in self._samples]
         rows = network.gather([median(self._samples[spec]) for spec in specs])
-        self._means = {spec: sum(row[i] for row in rows) / len(rows) for i, spec in enumerate(specs)}
-        best_s = min(self._means.values())
-        choice = next(spec for spec in specs if self._means[spec] <= best_s * (1 + TIE))
-        self.fix(choice, f"the fastest of {len(specs)} in {self.method.turns} turns of {self.method.steps} steps")
+        means = {spec: sum(row[i] for row in rows) / len(rows) for i, spec in enumerate(specs)}
+        self._means |= means
+        best_s, turns, steps = min(means.values()), self.method.turns, self.method.steps
+        close = [spec for spec in specs if means[spec] <= best_s * CLOSE]
+        if len(close) > 1 and not self._final_turns:
+            turn_s = steps * sum(means[spec] for spec in close)
+            self._final_turns = min(max(turns, int(FINAL_S / max(turn_s, 1e-9))), MOST_FINAL * turns)
+            self._take_turns(close, self._final_turns)
+            return
+        choice = next(spec for spec in specs if means[spec] <= best_s * (1 + TIE))
+        reason = f"the fastest of {len(self._means)} in {turns} turns of {steps} steps"
+        if self._final_turns:
+            reason += f", and of the {len(specs)} closest in {self._final_turns} more"
+        self.fix(choice, reason)
 
     def returned(self) -> None:
         """Return None: there is no fallback."""
