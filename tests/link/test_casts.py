@@ -137,7 +137,8 @@ def lanes_used(numel: int) -> list[int]:
 def test_small_buckets_share_a_lane(three_ranks: Any) -> None:
     small = SMALL_BYTES // 4
     for sent in three_ranks(lanes_used, small):
-        assert sent[0] >= 2 * small * 4 and sent[1] == 0
+        assert sent[0] >= 2 * small * 4
+        assert sent[1] == 0
     for sent in three_ranks(lanes_used, small + 1):
         assert sent[0] == sent[1] > small
 
