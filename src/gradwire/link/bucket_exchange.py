@@ -42,9 +42,10 @@ class StepBuffer:
 
     def __init__(self, order: Sequence[str], parameters: Mapping[str, Parameter], device: Device) -> None:
         self._device, self.order, self._parameters = device, list(order), parameters
-        self._place: dict[str, tuple[int, int]] = {}
+        self._parts: dict[str, torch.Tensor] = {}
         self._buckets: list[tuple[Sequence[str], torch.Tensor, Mean]] = []
-        self._vector: torch.Tensor | None = None
+        self._whole: torch.Tensor | None = None
+        self._vector = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def add(self, index: int, names: Sequence[str], flat: torch.Tensor) -> Mean:
         """Add a bucket; its future is done after :meth:`give_back`. Bucket 0 begins a step."""
@@ -73,28 +74,28 @@ class StepBuffer:
             )
         names = [name for name in self.order if name in here] if missing else self.order
         self._lay_out(names)
-        if self._vector is None:
-            numel = sum(p.numel for p in self._parameters.values())
-            self._vector = torch.empty(numel, dtype=torch.float32, device=self._device.name)
-        vector = self._vector[: self._place[names[-1]][1]]
-        for flat, part in self._parts(vector):
-            part.copy_(flat)
-        return names, vector
+        flats, parts = self._pairs()
+        torch._foreach_copy_(parts, flats)
+        return names, self._vector
 
     def _lay_out(self, names: Sequence[str]) -> None:
-        if self._place.keys() != set(names):
-            self._place, offset = {}, 0
-            for name in names:
-                self._place[name] = (offset, offset + self._parameters[name].numel)
-                offset = self._place[name][1]
+        """Divide the buffer among the parameters of a step; in most steps they are those of the step before."""
+        if self._parts.keys() == set(names):
+            return
+        if self._whole is None:
+            numel = sum(p.numel for p in self._parameters.values())
+            self._whole = torch.empty(numel, dtype=torch.float32, device=self._device.name)
+        sizes = [self._parameters[name].numel for name in names]
+        self._vector = self._whole[: sum(sizes)]
+        self._parts = dict(zip(names, self._vector.split(sizes)))
 
     def give_back(self, ended: Mean) -> None:
-        """Set the mean, or the error, on every bucket's future, and clear the buffer."""
+        """Set the mean, which the vector holds once ``ended`` is done, or the error on every bucket's future."""
         buckets = self._buckets
         try:
-            vector = ended.value()
-            for flat, part in self._parts(vector):
-                flat.copy_(part)
+            ended.value()
+            flats, parts = self._pairs()
+            torch._foreach_copy_(flats, parts)
         except Exception as error:
             self._buckets = []
             for _, _, future in buckets:
@@ -104,15 +105,14 @@ class StepBuffer:
         for _, flat, future in buckets:
             future.set_result(flat)
 
-    def _parts(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pairs = []
+    def _pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the parts of the buckets, and those of the vector, to be copied in one call: one each takes longer."""
+        flats: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         for names, flat, _ in self._buckets:
-            at = 0
-            for name in names:
-                begin, end = self._place[name]
-                pairs.append((flat[at : at + end - begin], vector[begin:end]))
-                at += end - begin
-        return pairs
+            flats += flat.split([self._parameters[name].numel for name in names])
+            parts += [self._parts[name] for name in names]
+        return flats, parts
 
 
 class BucketExchange:
