@@ -32,6 +32,14 @@ def auto_section() -> list[str]:
         " pairs, whichever is larger.",
         "- It *must win*, that is, be faster than fp32, if bytes / bandwidth exceeds a third of the fp32 step.",
         "",
+        *_judged(found),
+    ]
+    return lines
+
+
+def _judged(found: dict[str, Any]) -> list[str]:
+    """Return the table of judged cells, and how many keep the promise."""
+    lines = [
         "| model | hosts | link | chosen | best cast, ms | auto, ms | over best cast | allowed | over the chosen by name"
         " | must win | verdict |",
         "|---|---:|---|---|---:|---:|---:|---:|---:|---|---|",
@@ -49,6 +57,22 @@ def auto_section() -> list[str]:
                   f" {found['cpu']}, {found['cores']} cores;"
                   f" {found['date_utc'][:10]}.", ""]  # fmt: skip
     return lines
+
+
+def fast_links_section() -> list[str]:
+    """Describe the same for small models on fast links, measured on another machine."""
+    found = result("speed/auto_fast_links")
+    if not found:
+        return []
+    return [
+        "### Small models on fast links",
+        "",
+        "On such links the network hardly matters, every method costs something, and steps scatter by a tenth, so that choices are hardest here. Candidates that are close are"
+        " tried again, in up to eight times as many turns; the grid above was measured before that. `gradwire bench step ... --out benchmarks/results/speed/step_fast_links.jsonl`"
+        " measured these cells on another machine.",
+        "",
+        *_judged(found),
+    ]
 
 
 HOOK, CAREFUL, ALL = "ddp powersgd", "gradwire auto", "gradwire Auto(residuals=True)"

@@ -27,7 +27,7 @@ from benchmarks.lib.page_parts import (
     speed,
 )
 from benchmarks.lib.results import ROOT, result, rows_of
-from benchmarks.pages.auto_page import auto_section, coder_section, residuals_section
+from benchmarks.pages.auto_page import auto_section, coder_section, fast_links_section, residuals_section
 from benchmarks.pages.every_method_page import every_method
 from benchmarks.pages.links_page import long_links_section, messages_section, network_section
 from gradwire.model.calibrate import BOUNDS
@@ -443,7 +443,8 @@ def page() -> str:
             *goals(cells),
             *bytes_(rows),
         ]
-    parts = (asleep, low_rank_lines, model_section, auto_section, residuals_section, coder_section, accuracy_section)
+    auto = (auto_section, fast_links_section, residuals_section, coder_section)
+    parts = (asleep, low_rank_lines, model_section, *auto, accuracy_section)
     for part in (*parts, network_section, messages_section, long_links_section):
         lines += part()
     projection = Path(__file__).with_name("projection.md")
