@@ -104,6 +104,22 @@ def test_rounds_are_measured_early_and_then_now_and_then() -> None:
     assert not any(diagnostics.wanted(round) for round in range(INTERVAL + 1))
 
 
+def test_long_vectors_are_measured_as_exactly_as_short_ones() -> None:
+    """Sums in float32 lose percents of a norm or a product of ten million equal elements."""
+    numel, measured, memory = 10_000_000, Diagnostics(), Memory()
+    segments = lay_out([Parameter("w", (numel,), (1,))])
+    gradient = torch.full((numel,), 1e-3)
+    measured.measure(gradient, 2 * gradient, segments, 0)
+    row = measured.rows()["w"]
+    norm = float(gradient[0]) * numel**0.5
+    assert row["gradient_norm"] == pytest.approx(norm, rel=1e-9)
+    assert row["sent_norm"] == pytest.approx(2 * norm, rel=1e-9)
+    assert (row["relative_error"], row["cosine"]) == pytest.approx((1.0, 1.0), rel=1e-9)
+    memory.stage("residual", segments).copy_(gradient)
+    memory.commit()
+    assert memory.norm("residual") == pytest.approx(norm, rel=1e-9)
+
+
 def test_what_is_measured_is_that_of_all_parameters_together() -> None:
     gradient, sent = torch.tensor([3.0, 4.0, 0.0, 12.0]), torch.tensor([3.0, 0.0, 0.0, 6.0])
     parts = {"a": gradient[:2], "b": gradient[2:]}

@@ -14,6 +14,7 @@ import torch
 
 from gradwire.errors import HyperparameterError
 from gradwire.exchange.method import Method
+from gradwire.exchange.norms import dot, norm
 from gradwire.exchange.protocols import Memory
 from gradwire.exchange.segments import Segment
 from gradwire.link.failures import WarnOnce
@@ -144,14 +145,14 @@ class Diagnostics:
         rows = {}
         for s in segments:
             g, e = gradient[s.offset : s.offset + s.numel], sent[s.offset : s.offset + s.numel]
-            norm, other, product = float(g.norm()), float(e.norm()), float(g @ e)
-            both = norm * other
+            size, other, product = norm(g), norm(e), dot(g, e)
+            both = size * other
             rows[s.parameter.name] = {
                 "round": round,
-                "relative_error": float((e - g).norm()) / norm if norm else other / scale,
-                "cosine": _within_one(product / both) if both else float(norm == other),
+                "relative_error": norm(e - g) / size if size else other / scale,
+                "cosine": _within_one(product / both) if both else float(size == other),
                 "density": int(e.count_nonzero()) / max(1, s.numel),
-                "gradient_norm": norm / scale,
+                "gradient_norm": size / scale,
                 "sent_norm": other / scale,
             }
         with self._lock:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.drivers import TorchGroup, Traffic
 from gradwire.exchange.method import Method, check_seed
+from gradwire.exchange.norms import norm
 from gradwire.exchange.protocols import Context, Workspace
 from gradwire.exchange.protocols.differences import Known, gathered_differences
 from gradwire.kernels import checksum, get_kernels
@@ -106,9 +107,9 @@ class WeightLink:
         found = {}
         for name, known in self._known.items():
             if known.rows is not None and known.sent is not None:
-                norm = float(known.sent.float().norm())
-                error = float((known.rows[self.rank] - known.sent.float()).norm())
-                found[name] = error / norm if norm else error
+                size = norm(known.sent)
+                error = norm(known.rows[self.rank] - known.sent.float())
+                found[name] = error / size if size else error
         return found
 
     def traffic(self) -> Traffic:

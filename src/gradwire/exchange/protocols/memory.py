@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from gradwire.exchange.norms import norm
 from gradwire.exchange.segments import Segment, take_apart
 
 WORKERS = "workers"
@@ -107,7 +108,7 @@ class Memory:
         with self._lock:
             keys = [key for key in {**self._loaded, **self._home} if key[0] == kind] if name is None else [(kind, name)]
             found = [held for held in map(self._held, keys) if held is not None]
-            return math.hypot(*(float(held.norm()) for held in found)) if found else None
+            return math.hypot(*(norm(held) for held in found)) if found else None
 
     def forget(self, kind: str) -> None:
         """Set all committed vectors of a kind to zero, or drop a value, at once; nothing staged changes; idempotent."""
