@@ -350,7 +350,10 @@ class SparseCodec(MergeableCodec):
     def _add(self, row: torch.Tensor, weight: float, flat: torch.Tensor) -> bool:
         """Add a payload's values times the weight, and return whether all of these are finite."""
         chosen, values = self.read(row)
-        return self.kernels.add_at(flat, *self.table.addresses(chosen), values, weight)
+        finite = True
+        for run, index, origin in self.table.addresses(chosen):
+            finite = self.kernels.add_at(flat, index, origin, values[run], weight) and finite
+        return finite
 
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         return _as_sparse(summary).finite

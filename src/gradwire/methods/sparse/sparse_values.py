@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -16,6 +16,10 @@ from gradwire.kernels import SegmentTable
 
 if TYPE_CHECKING:
     from gradwire.kernels import Kernels
+
+
+REACH = 2**31
+"""Elements of a vector whose places fit int32."""
 
 
 class UnitTable:
@@ -43,6 +47,7 @@ class UnitTable:
         # As positions are, which would otherwise be converted in every search.
         self._cuts = self.first.astype(np.int32)
         ends = self.offset + self.numel
+        self._extent = int(ends[-1]) if len(ends) else 0
         self._joined = self.single and bool((self.offset[1:] == ends[:-1]).all())
         self.runs = joined_runs(segments)
 
@@ -73,9 +78,11 @@ class UnitTable:
         return torch.where(torch.isfinite(moments.max_abs), moments.norm.to(torch.float32), torch.inf)
 
     def places(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the places of all elements of ascending units in the flat vector, int64 or int32."""
+        """Return the places of all elements of ascending units in the flat vector, int64, or int32 where these fit."""
         if self._joined:
             origin = int(self.offset[0]) if len(self.offset) else 0
+            if self._extent > REACH:
+                chosen = chosen.long()
             return chosen + origin if origin else chosen
         segment = self._segments(chosen)
         length, first = torch.from_numpy(self.length)[segment], torch.from_numpy(self.first)[segment]
@@ -87,11 +94,22 @@ class UnitTable:
         within = number - torch.repeat_interleave(ends - length, length)
         return torch.repeat_interleave(begin, length) + within
 
-    def addresses(self, chosen: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return the same places as int32 positions after a common one, and that."""
+    def addresses(self, chosen: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, int]]:
+        """Yield the same places in runs: the run's elements, int32 positions after a common place, and that place.
+
+        There is one run, unless int32 does not reach the end of the vector.
+        """
         if self._joined and len(self.offset):
-            return chosen, int(self.offset[0])
-        return self.places(chosen).to(torch.int32), 0
+            yield slice(None), chosen, int(self.offset[0])
+            return
+        places = self.places(chosen)
+        if self._extent <= REACH:
+            yield slice(None), places.to(torch.int32), 0
+            return
+        for origin in range(0, self._extent, REACH):
+            begin, end = np.searchsorted(places.numpy(), (origin, origin + REACH)).tolist()
+            if begin < end:
+                yield slice(begin, end), (places[begin:end] - origin).to(torch.int32), origin
 
     def counts(self, chosen: torch.Tensor) -> tuple[int, ...]:
         """Return the number of elements that ascending units have in each segment."""
