@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.errors import PayloadError
-from gradwire.exchange.wire import Measured, packing
+from gradwire.errors import IncompatibleError, PayloadError
+from gradwire.exchange.wire import MOST_BODY_BYTES, Header, Measured, Packing, packing
+from gradwire.exchange.wire.rows import VariableRows
 from gradwire.kernels import get_kernels
 
 
@@ -46,3 +47,41 @@ def test_a_section_that_says_another_length_is_refused(length: int) -> None:
         Measured(96).unpack(one[:length], torch.zeros(96, dtype=torch.uint8))
     with pytest.raises(PayloadError):
         Measured(32).unpack(one[:37], torch.zeros(32, dtype=torch.uint8))
+
+
+LONG = 2**31 + 16
+"""A length that int32 does not hold."""
+
+
+def test_a_length_beyond_int32_is_read_as_it_was_written() -> None:
+    one = body(96)
+    one[:4] = torch.tensor([LONG]).view(torch.uint8)[:4]
+    assert Measured(96).pack(one, torch.zeros(96, dtype=torch.uint8)) == LONG
+    with pytest.raises(PayloadError, match=f"says it has {LONG},"):
+        Measured(96).unpack(one, torch.zeros(96, dtype=torch.uint8))
+
+
+class Long(Packing):
+    """Claims to have written more than there is room for."""
+
+    size = bound = 16
+
+    def pack(self, body: torch.Tensor, out: torch.Tensor) -> int:
+        return LONG
+
+    def unpack(self, data: torch.Tensor, body: torch.Tensor) -> None:
+        raise AssertionError("nothing is as long")
+
+
+def test_a_table_of_lengths_holds_sections_beyond_int32() -> None:
+    way = VariableRows([Long()], lambda name, *shape: torch.zeros(shape, dtype=torch.uint8))
+    rows, header = torch.zeros(1, way.row_bytes, dtype=torch.uint8), way.header(tag=1, round=0, bucket=0, chunk=0)
+    assert way.write(rows, header, [torch.zeros(1, 16, dtype=torch.uint8)], 0, [1]).tolist() == [32 + 16 + LONG]
+    with pytest.raises(PayloadError, match=f"a section of {LONG} bytes does not fit"):
+        way._read_row(rows[0], [torch.zeros(16, dtype=torch.uint8)])
+
+
+def test_a_body_that_no_header_can_announce_is_refused_in_words() -> None:
+    assert len(Header(1, 0, 0, 0, MOST_BODY_BYTES).to_bytes(0)) == 24
+    with pytest.raises(IncompatibleError, match=r"bucket 3, chunk 0, round 0 has 4294967264 bytes.*smaller"):
+        Header(1, 0, 3, 0, MOST_BODY_BYTES + 1).to_bytes(0)

@@ -6,6 +6,7 @@
 from gradwire.exchange.wire.header import (
     EVERYONE,
     HEADER_BYTES,
+    MOST_BODY_BYTES,
     WIRE_VERSION,
     Header,
     check_rows,
@@ -20,6 +21,7 @@ __all__ = [
     "ALIGNMENT",
     "EVERYONE",
     "HEADER_BYTES",
+    "MOST_BODY_BYTES",
     "SUM_BYTES",
     "WIRE_VERSION",
     "Header",

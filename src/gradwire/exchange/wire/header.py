@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gradwire.errors import PayloadError
+from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.kernels.checksum import checksums, device_checksums
 
@@ -38,6 +38,9 @@ WIRE_VERSION = 3
 HEADER_BYTES = 32
 EVERYONE = 0xFFFF
 """Receiver in the header of a payload that is sent to all ranks."""
+
+MOST_BODY_BYTES = 2**32 - 1 - HEADER_BYTES
+"""Largest length of a body: with the header, it has 32 bits where it is announced."""
 
 MAGIC = b"GW"
 _STRUCT = struct.Struct("<2sBBIHHIHHHH")
@@ -66,7 +69,16 @@ class Header:
     exchange: int = 0
 
     def to_bytes(self, sender: int, receiver: int = EVERYONE) -> bytes:
-        """Return the 24 bytes before the checksum."""
+        """Return the 24 bytes before the checksum.
+
+        Raises:
+            IncompatibleError: the body is longer than its length field can say.
+        """
+        if self.body_bytes > MOST_BODY_BYTES:
+            raise IncompatibleError(
+                f"a payload for {self.place()} has {self.body_bytes} bytes, and {MOST_BODY_BYTES} at most can be sent "
+                "at once: use smaller buckets (bucket_cap_mb), or a method that sends less of a parameter"
+            )
         return _STRUCT.pack(MAGIC, WIRE_VERSION, *self.fields(sender, receiver), 0)
 
     def fields(self, sender: int, receiver: int) -> tuple[int, ...]:

@@ -82,15 +82,19 @@ class Measured(Packing):
         self.size = self.bound = size
 
     def pack(self, body: torch.Tensor, out: torch.Tensor) -> int:
-        used = int(body[:LENGTH_BYTES].view(torch.int32))
+        used = _length_of(body)
         out[:used].copy_(body[:used])
         return used
 
     def unpack(self, data: torch.Tensor, body: torch.Tensor) -> None:
-        said = int(data[:LENGTH_BYTES].clone().view(torch.int32)) if len(data) >= LENGTH_BYTES else -1
+        said = _length_of(data) if len(data) >= LENGTH_BYTES else -1
         if said != len(data) or len(data) > self.size:
             raise PayloadError(f"a section of {len(data)} bytes that says it has {said}, where {self.size} fit")
         body[: len(data)].copy_(data)
+
+
+def _length_of(body: torch.Tensor) -> int:
+    return int.from_bytes(bytes(body[:LENGTH_BYTES].tolist()), "little")
 
 
 class OrAbsent(Packing):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from gradwire.errors import PayloadError
@@ -108,7 +109,7 @@ class VariableRows:
                 at += padded(count)
             table = row[HEADER_BYTES : HEADER_BYTES + self._table]
             table.zero_()
-            table[: 4 * len(lengths)] = torch.tensor(lengths, dtype=torch.int32, device="cpu").view(torch.uint8)
+            table[: 4 * len(lengths)] = torch.from_numpy(np.array(lengths, np.uint32).view(np.uint8))
             seal_rows(row[None, :at], replace(header, body_bytes=at - HEADER_BYTES), sender, receivers[r : r + 1])
             used.append(at)
         return torch.tensor(used, dtype=torch.int64, device="cpu")
@@ -144,12 +145,12 @@ class VariableRows:
 
     def _read_row(self, row: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
         at = HEADER_BYTES + self._table
-        table = row[HEADER_BYTES:at].clone().view(torch.int32).tolist()
+        table = row[HEADER_BYTES:at].clone().numpy().view(np.uint32).tolist()
         lengths = table[: len(self.sizes)]
         if any(table[len(self.sizes) :]):
             raise PayloadError("its table of lengths is not followed by zeros")
         for length, packing, section in zip(lengths, self.packings, out):
-            if length < 0 or at + padded(length) > row.numel():
+            if at + padded(length) > row.numel():
                 raise PayloadError(f"a section of {length} bytes does not fit")
             packing.unpack(row[at : at + length], section)
             if bool(row[at + length : at + padded(length)].any()):

@@ -16,7 +16,7 @@ import torch
 from gradwire.errors import IncompatibleError, PayloadError
 from gradwire.exchange.codecs.base import Constant, Draw, LeftOut, MergeableCodec, Summary
 from gradwire.exchange.deferred_checks import Flag
-from gradwire.exchange.wire import Measured, Packing, padded
+from gradwire.exchange.wire import MOST_BODY_BYTES, Measured, Packing, padded
 from gradwire.kernels import FORMATS, Coder, SegmentTable, most_index_bytes, smallest_format
 from gradwire.methods.sparse.sparse_values import KeptValues, UnitTable
 
@@ -287,6 +287,11 @@ class SparseCodec(MergeableCodec):
         end = begin + padded(size)
         out[begin + size : end] = 0
         used = end + self.values.bytes(counts)
+        if used > MOST_BODY_BYTES:
+            raise IncompatibleError(
+                f"{len(chosen)} positions and their values take {used} bytes, and {MOST_BODY_BYTES} at most can be "
+                "sent at once: use smaller buckets (bucket_cap_mb), or keep fewer"
+            )
         self.values.write(values, counts, draw, out[end:used])
         head = HEAD.pack(used, len(chosen), size, number, parameter, 0)
         out[: HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
