@@ -55,6 +55,29 @@ def test_a_file_that_cannot_be_put_in_its_place_is_written_anew(tmp_path: Path, 
     assert [path.name for path in target.parent.glob(".*")] == []
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+def test_a_folder_that_cannot_be_synchronised_serves_unless_its_disk_fails(
+    tmp_path: Path, monkeypatch: Any, code: int
+) -> None:
+    """Mounted buckets and network shares refuse to synchronise a folder."""
+    real = disk.sync
+
+    def files_only(path: Path) -> None:
+        if path.is_dir():
+            raise OSError(code, "it cannot be synchronised", str(path))
+        real(path)
+
+    publisher = gw.WeightPublisher(weights(), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "sync", files_only)
+        if code == errno.EIO:
+            with pytest.raises(OSError, match="cannot be synchronised"):
+                publisher.publish(0)
+            return
+        publisher.publish(0)
+    assert gw.WeightSubscriber(zeros(weights()), tmp_path).update() == 0
+
+
 def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     """Without room the kernel would end the process at the first write to the map."""
     trained, target = weights(), tmp_path / "w.safetensors"

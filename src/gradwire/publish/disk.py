@@ -76,7 +76,12 @@ def put_in_place(partial: Path, path: Path) -> None:
     """Put a file that was written under another name in its place, to stay there after a crash."""
     sync(partial)
     os.replace(partial, path)
-    sync(path.parent)
+    try:
+        sync(path.parent)
+    except OSError as error:
+        # Some file systems, such as mounted buckets and network shares, cannot do so for folders.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 class OpenFiles:
