@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from weight_cases import DTYPES, any_bits, copies, files, manifest, nudge, octet
 
 import gradwire as gw
 from gradwire.publish.chunks import in_parallel
+from gradwire.publish.stores import FolderPlace
 
 
 def test_readers_hold_every_byte_of_each_step(tmp_path: Path) -> None:
@@ -364,6 +367,31 @@ def test_two_publishers_in_one_place_do_not_mix(tmp_path: Path) -> None:
         first.publish(2)
     served = zeros(trained)
     assert gw.WeightSubscriber(served, tmp_path).update() == 1
+
+
+def test_a_publisher_takes_over_while_the_one_before_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one must not remove the file that the new one is writing."""
+    trained = weights()
+    first, second = (gw.WeightPublisher(trained, tmp_path) for _ in range(2))
+    first.publish(0)
+    write = FolderPlace.write
+
+    def slowly(place: FolderPlace, name: str, pieces: Sequence[Any]) -> None:
+        def meanwhile() -> Iterator[Any]:
+            with monkeypatch.context() as usual:
+                usual.setattr(FolderPlace, "write", write)
+                first.publish(1)
+            yield from pieces
+
+        write(place, name, meanwhile() if name.startswith("anchor") else pieces)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as slow:
+        slow.setattr(FolderPlace, "write", slowly)
+        second.publish(5)
+    with pytest.raises(gw.ExchangeError, match="has taken over"):
+        first.publish(2)
+    assert gw.WeightSubscriber(zeros(trained), tmp_path).update() == 5
+    assert len(list(tmp_path.iterdir())) == 2, "what the first one wrote is removed"
 
 
 def test_threads_work_on_the_streams_of_who_publishes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,15 +256,18 @@ def _read_manifest(place: Place) -> Manifest | None:
     return Manifest.parse(data)
 
 
-def remove_unlisted(place: Place, manifest: Manifest, before: Iterable[str] = ()) -> None:
+def remove_unlisted(place: Place, manifest: Manifest, before: Iterable[str] = (), *, others: bool = True) -> None:
     """Remove files that a manifest does not name: of earlier runs, and those that no manifest ever named.
 
     Args:
         place: The place.
         manifest: The manifest that was written.
         before: Names of files that were listed before it, for places that cannot list their files.
+        others: Also remove files of other runs that were not listed. Another publisher may be writing the first of its
+            files, to take over the place.
     """
-    stale = {*before, *(name for name in place.names() if _is_own(name))}
+    run = manifest.run[:8]
+    stale = {*before, *(name for name in place.names() if _is_own(name) and (others or run in name))}
     for name in sorted(stale - {file.name for file in manifest.files}):
         with contextlib.suppress(OSError):
             place.remove(name)

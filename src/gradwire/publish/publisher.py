@@ -169,7 +169,8 @@ class WeightPublisher:
         self._chained = False
         # Files that no manifest names yet, and whether they are written.
         self._pending: list[tuple[File, bool]] = []
-        self._claimed = False
+        # Whether the place has a manifest of this run, and whether what others left there has been removed.
+        self._claimed, self._swept = False, False
         # Last files of the manifests that this publisher has written, or may have written though an error was raised.
         self._latest: set[PublishedFile] = set()
         # Names of files of runs before.
@@ -380,8 +381,9 @@ class WeightPublisher:
                     self._former |= files_before(place)
                 self._latest.add(manifest.files[-1])
                 place.write(MANIFEST, [manifest.pack()])
-                remove_unlisted(place, manifest, {*self._former, *(file.name for file in whole.files)})
-        self._manifest, self._claimed = manifest, True
+                names = {*self._former, *(file.name for file in whole.files)}
+                remove_unlisted(place, manifest, names, others=not self._swept)
+        self._manifest, self._claimed, self._swept = manifest, True, True
         self._latest, self._former = {manifest.files[-1]}, set()
         self._pending.clear()
         return [sum(numbers) for numbers in zip(*(row["sizes"] for row in rows))]
