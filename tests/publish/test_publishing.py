@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -392,6 +393,16 @@ def test_a_publisher_takes_over_while_the_one_before_goes_on(tmp_path: Path, mon
         first.publish(2)
     assert gw.WeightSubscriber(zeros(trained), tmp_path).update() == 5
     assert len(list(tmp_path.iterdir())) == 2, "what the first one wrote is removed"
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Chained parameters of two modules: the second one's took the place of the first one's."""
+    both = [torch.nn.Linear(2, 2) for _ in range(2)]
+    for build in (gw.WeightPublisher, gw.WeightSubscriber):
+        with pytest.raises(gw.IncompatibleError, match="two tensors have the name 'weight'"):
+            build(itertools.chain(*(module.named_parameters() for module in both)), tmp_path)
+    with pytest.raises(gw.IncompatibleError, match="the name 0 is a int"):
+        gw.WeightPublisher({0: torch.zeros(2)}, tmp_path)  # type: ignore[dict-item]
 
 
 def test_threads_work_on_the_streams_of_who_publishes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from gradwire.publish.ownership import check_owner, files_before
 from gradwire.publish.part_ranks import Alone, GroupRanks, PartRanks, any_of, together
 from gradwire.publish.shards import CutTensors, is_shard, own_pieces, parts_of
 from gradwire.publish.stores import Place, open_place
-from gradwire.publish.weights import Readable, Weights, named_tensors, readable
+from gradwire.publish.weights import Readable, Weights, by_name, named_tensors, readable
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ class WeightPublisher:
                 raise HyperparameterError(f"{name}={number}: it is at least 1")
         check_strips(strips or {})
         if not isinstance(tensors, str | os.PathLike | torch.nn.Module):
-            tensors = dict(tensors.items() if isinstance(tensors, Mapping) else tensors)
+            tensors = by_name(tensors)
         self._tensors, self._dtype, self._strips = tensors, dtype, strips or {}
         self._shared = _is_sharded(tensors)
         self._cut = self._shared or strips is not None or group is not None

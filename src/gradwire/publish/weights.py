@@ -95,7 +95,8 @@ def named_tensors(weights: Tensors, sharded: bool = False) -> dict[str, torch.Te
         sharded: Whether DTensors are served.
 
     Raises:
-        IncompatibleError: a tensor is sharded, sparse, quantised or of a type without a code, or there is none.
+        IncompatibleError: a tensor is sharded, sparse, quantised or of a type without a code, two have one name, or
+            there is none.
     """
     if isinstance(weights, torch.nn.Module):
         seen, found = set[int](), dict[str, torch.Tensor]()
@@ -104,12 +105,14 @@ def named_tensors(weights: Tensors, sharded: bool = False) -> dict[str, torch.Te
                 seen.add(id(tensor))
                 found[name] = tensor
     else:
-        found = dict(weights.items() if isinstance(weights, Mapping) else weights)
+        found = by_name(weights)
     if not found:
         raise IncompatibleError("there are no tensors: pass a module, named tensors, or a safetensors file or folder")
     for name, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
             raise IncompatibleError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        if not isinstance(name, str):
+            raise IncompatibleError(f"the name {name!r} is a {type(name).__name__}: names of tensors are strings")
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             raise IncompatibleError(f"the name {name!r} is no text: it has a half of a surrogate pair")
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -117,6 +120,21 @@ def named_tensors(weights: Tensors, sharded: bool = False) -> dict[str, torch.Te
             raise IncompatibleError(f"{name!r} is a {type(tensor).__name__}: pass plain tensors or DTensors")
         if tensor.dtype not in BY_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
             raise IncompatibleError(f"{name!r} is {tensor.dtype}, {tensor.layout} on {tensor.device}: not supported")
+    return found
+
+
+def by_name(weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return named tensors as a dict.
+
+    Raises:
+        IncompatibleError: two tensors have one name, as in the chained ``named_parameters()`` of two modules.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+        if found.setdefault(name, tensor) is not tensor:
+            raise IncompatibleError(
+                f"two tensors have the name {name!r}: give each a name of its own, such as one with its module's before"
+            )
     return found
 
 
