@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -403,6 +404,14 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
             build(itertools.chain(*(module.named_parameters() for module in both)), tmp_path)
     with pytest.raises(gw.IncompatibleError, match="the name 0 is a int"):
         gw.WeightPublisher({0: torch.zeros(2)}, tmp_path)  # type: ignore[dict-item]
+
+
+def test_a_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    publisher = gw.WeightPublisher(weights(), tmp_path)
+    assert publisher.publish(np.int64(3)).step == 3  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="integer"):
+        publisher.publish(4.5)  # type: ignore[arg-type]
+    assert publisher.publish(4).step == 4
 
 
 def test_threads_work_on_the_streams_of_who_publishes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -215,6 +216,7 @@ class WeightPublisher:
 
     def _publish(self, step: int, tensors: Weights | None) -> Publication:
         with together(self._ranks, f"begin step {step}"):
+            step = index(step)
             if not self._step < step < 2**63:
                 raise HyperparameterError(f"step {step} follows step {self._step}: steps ascend from 0")
             # Anew, since a module may have other tensors by now.
