@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_graphs import parts_of, random_graph
+from small_graphs import CLASSES, FEATURES, Run, link_of, parts_of, random_graph, whole
 
 import gradwire as gw
-from gradwire.graphs import PARTITIONS, Graph, cut_edges, partition, subgraphs, symmetrised
+from gradwire.graphs import GCN, PARTITIONS, Graph, cut_edges, partition, subgraphs, symmetrised
 
 
 @pytest.mark.parametrize("rule", PARTITIONS)
@@ -119,3 +119,38 @@ def test_a_halo_holds_the_nodes_that_edges_begin_at_and_no_others() -> None:
         assert sum(part.boundary.arriving) == len(needed)
         assert part.boundary.arriving == [int((owner[needed] == other).sum()) for other in range(4)]
         assert len(part.boundary.leaving[rank]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_owners_and_edges_of_smaller_integers_serve_as_well(dtype: torch.dtype) -> None:
+    """Keys of pairs of workers and nodes exceed these types: rows of the halo were wrong, in silence."""
+    nodes, workers = 1 << 16, 200
+    places = torch.arange(nodes)
+    edges = symmetrised(torch.stack([places, places.roll(1)]), nodes)
+    marks = torch.ones(nodes, dtype=torch.bool)
+    graph = Graph(edges, torch.zeros(nodes, 1), torch.zeros(nodes, dtype=torch.int64), marks, ~marks)
+    owner = partition(graph, workers, "contiguous")
+    short = Graph(edges.int(), graph.features, graph.labels, marks, ~marks)
+    for mine, other in zip(subgraphs(graph, owner), subgraphs(short, owner.to(dtype)), strict=True):
+        assert torch.equal(mine.source, other.source)
+        assert torch.equal(mine.boundary.counts, other.boundary.counts)
+
+
+def test_a_last_worker_may_own_no_node() -> None:
+    graph = random_graph()
+    owner = partition(graph, 3)
+    parts = subgraphs(graph, owner, workers=4)
+    assert len(parts) == parts[0].boundary.workers == 4
+    assert len(parts[3].own) == len(parts[3].source) == sum(parts[3].boundary.arriving) == 0
+    alone = Run(lambda: GCN(FEATURES, CLASSES), [whole(graph)], None).train(5)
+    together = Run(lambda: GCN(FEATURES, CLASSES), parts, link_of(parts)).train(5)
+    for key, value in alone.weights().items():
+        torch.testing.assert_close(together.weights()[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_owners_that_do_not_fit_are_refused() -> None:
+    graph = random_graph()
+    owner = partition(graph, 3)
+    for wrong, workers in ((owner[:-1], None), (owner - 1, None), (owner, 2)):
+        with pytest.raises(gw.IncompatibleError, match="needs an owner of each from 0 to"):
+            subgraphs(graph, wrong, workers)

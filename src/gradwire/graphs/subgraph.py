@@ -58,7 +58,8 @@ class Graph:
             raise IncompatibleError("a graph needs features, a label and both marks of every node")
         if self.edges.numel() and not 0 <= int(self.edges.min()) <= int(self.edges.max()) < n:
             raise IncompatibleError(f"an edge of the graph names a node outside 0 to {n - 1}")
-        source, target = self.edges
+        # In smaller types the keys would wrap around.
+        source, target = self.edges.long()
         keys, back = target * n + source, source * n + target
         loops = int((source == target).sum()) == n
         if not loops or not bool((keys.diff() > 0).all()) or not torch.equal(keys, back.sort().values):
@@ -139,14 +140,26 @@ class Subgraph:
     boundary: Boundary
 
 
-def subgraphs(graph: Graph, owner: torch.Tensor) -> list[Subgraph]:
+def subgraphs(graph: Graph, owner: torch.Tensor, workers: int | None = None) -> list[Subgraph]:
     """Cut a graph into the subgraphs of its workers.
 
     Args:
-        owner: Owner of each node, as :func:`partition` returns it.
+        owner: Owner of each node, as :func:`partition` returns it, of any integer type.
+        workers: Number of workers, of whom some may own no node; None: the last one owns some.
+
+    Raises:
+        IncompatibleError: there is not one owner, from 0 to ``workers - 1``, for each node.
     """
-    workers = int(owner.max()) + 1
-    source, target = graph.edges
+    # In smaller types the keys below would wrap around.
+    owner = owner.long()
+    least, most = (int(owner.min()), int(owner.max())) if owner.numel() else (0, -1)
+    workers = most + 1 if workers is None else workers
+    if owner.shape != (graph.nodes,) or least < 0 or not most < workers:
+        raise IncompatibleError(
+            f"a graph of {graph.nodes} nodes needs an owner of each from 0 to {workers - 1}: these are "
+            f"{list(owner.shape)}, from {least} to {most}"
+        )
+    source, target = graph.edges.long()
     degree = torch.bincount(target, minlength=graph.nodes).to(torch.float64)
     weight = (degree[source] * degree[target]).rsqrt().to(torch.float32)
     # The nodes of each worker at which edges to another worker begin, each once, ascending.
