@@ -78,6 +78,24 @@ def test_a_folder_that_cannot_be_synchronised_serves_unless_its_disk_fails(
     assert gw.WeightSubscriber(zeros(weights()), tmp_path).update() == 0
 
 
+def test_a_base_in_a_file_stays_its_publishers_own(tmp_path: Path) -> None:
+    """As after a restart while the process before still publishes: that one was ended by a bus error."""
+    trained, base = weights(), tmp_path / "base"
+    base.symlink_to(tmp_path / "elsewhere")
+    first = gw.WeightPublisher(trained, tmp_path / "first", base=base)
+    served = zeros(trained)
+    subscriber = gw.WeightSubscriber(served, tmp_path / "first")
+    first.publish(0)
+    subscriber.update()
+    second = gw.WeightPublisher({"w": torch.ones(3)}, tmp_path / "second", base=base)
+    second.publish(0)
+    nudge(trained, 0)
+    assert first.publish(1).changed < first.publish(2).elements
+    assert subscriber.update() == 2
+    assert same(trained, served)
+    assert base.is_symlink()
+
+
 def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     """Without room the kernel would end the process at the first write to the map."""
     trained, target = weights(), tmp_path / "w.safetensors"

@@ -403,7 +403,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
         with pytest.raises(gw.IncompatibleError, match="two tensors have the name 'weight'"):
             build(itertools.chain(*(module.named_parameters() for module in both)), tmp_path)
     with pytest.raises(gw.IncompatibleError, match="the name 0 is a int"):
-        gw.WeightPublisher({0: torch.zeros(2)}, tmp_path)  # type: ignore[dict-item]
+        gw.WeightPublisher({0: torch.zeros(2)}, tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:

@@ -28,12 +28,17 @@ def sync(path: Path) -> None:
 def open_on_room(path: Path, nbytes: int) -> BinaryIO:
     """Open a file anew, with a length and room on its disk; if there is not enough, no file is left.
 
+    Who has opened or mapped a file of this name keeps that one.
+
     A file that has a length without room is written through a map until the disk is full; the kernel then ends the
     process by a signal.
 
     Raises:
         OSError: there is not enough room for this file, which it names.
     """
+    # Not cut short: that would end a process that has mapped it by a signal. A link stays one.
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.realpath(path))
     stream = path.open("w+b")
     # A file that is open keeps its room, also without a name.
     with removed_on_error(path), contextlib.ExitStack() as opened:
