@@ -11,6 +11,7 @@ import torch
 import gradwire as gw
 from gradwire.exchange.drivers import Meter, simulate_ranks
 from gradwire.exchange.protocols import Context
+from gradwire.exchange.protocols.bucket_plan import PlanSetting
 from gradwire.exchange.segments import Parameter, lay_out
 from gradwire.kernels import SegmentTable, get_kernels
 from gradwire.seeds import SHARED, parameter_key
@@ -251,3 +252,14 @@ def test_a_quadratic_is_solved() -> None:
 def test_fields_out_of_range_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(gw.HyperparameterError, match=next(iter(fields))):
         gw.SketchedSGD(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", ["sketched_sgd", "sketched_amsgrad"])
+def test_a_model_beyond_31_bits_is_refused_before_training(spec: str) -> None:
+    """It failed in the first step, after the sketch had been exchanged."""
+    half, method = 2**30, gw.method(spec)
+    names = [Parameter("one", (half,), (1,)), Parameter("two", (half,), (1,))]
+    with pytest.raises(gw.IncompatibleError, match="a sketch of 2147483648 elements"):
+        method.plan(PlanSetting(lay_out(names), REFERENCE, 2, method.traits.collectives[0], 0, 1 << 23))
+    names[1] = Parameter("two", (half - 1,), (1,))
+    method.plan(PlanSetting(lay_out(names), REFERENCE, 2, method.traits.collectives[0], 0, 1 << 23))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from gradwire.errors import IncompatibleError
 from gradwire.exchange.deferred_checks import all_finite
 from gradwire.exchange.method import Method, is_whole, require
 from gradwire.exchange.ops import Exchange
@@ -18,6 +19,7 @@ from gradwire.exchange.segments import divide
 from gradwire.exchange.traits import Traits
 from gradwire.kernels import MOST_COLUMNS, MOST_ROWS, SegmentTable
 from gradwire.methods.low_rank.float_means import Beside, first_of_two, mean_of_floats
+from gradwire.methods.sparse.sparse_codec import MOST_UNITS
 from gradwire.methods.sparse.top_k import check_density
 from gradwire.seeds import SHARED, parameter_key
 
@@ -119,6 +121,11 @@ class SketchExchange:
         self.runs = join((s.offset, s.offset + s.numel) for s in light)
         numel = [s.numel for s in light]
         self.numel = sum(numel)
+        if self.numel > MOST_UNITS:
+            raise IncompatibleError(
+                f"a sketch of {self.numel} elements has positions beyond 31 bits: exclude= some parameters, or take a "
+                "method that works bucket by bucket, such as TopK"
+            )
         self.kept = method.kept(self.numel) if light else 0
         self._asked = min(self.numel, method.candidates * self.kept)
         self._rows, self._columns = method.rows, method.columns_of(self.numel)

@@ -233,7 +233,8 @@ class SparseCodec(MergeableCodec):
     ) -> None:
         if units.units > MOST_UNITS:
             raise IncompatibleError(
-                f"{units.units} positions in one bucket do not fit 31 bits: use smaller buckets (bucket_cap_mb)"
+                f"{units.units} positions in one bucket do not fit 31 bits: use smaller buckets (bucket_cap_mb), or "
+                "exclude= a parameter that alone is so long"
             )
         self.kernels, self.world_size, self.rule, self.values = kernels, world_size, rule, values
         self.table, self.units = units, units.units
