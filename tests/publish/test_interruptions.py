@@ -96,6 +96,19 @@ def test_a_base_in_a_file_stays_its_publishers_own(tmp_path: Path) -> None:
     assert base.is_symlink()
 
 
+def test_an_error_of_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: Any) -> None:
+    def full(handle: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    publisher = gw.WeightPublisher(weights(), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*anchor-000000000000-.*'"):
+            publisher.publish(0)
+    assert list(tmp_path.iterdir()) == []
+    assert publisher.publish(0).anchor_bytes > 0
+
+
 def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     """Without room the kernel would end the process at the first write to the map."""
     trained, target = weights(), tmp_path / "w.safetensors"

@@ -131,10 +131,15 @@ def _close(handles: dict[Path, int]) -> None:
 
 @contextlib.contextmanager
 def removed_on_error(partial: Path) -> Iterator[None]:
-    """Remove a partial file if the body raises: what it takes up may be the room that is missing."""
+    """Remove a partial file if the body raises: what it takes up may be the room that is missing.
+
+    An error of the operating system that names no file gets the name of this one.
+    """
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = os.fspath(partial)
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
