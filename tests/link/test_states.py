@@ -166,7 +166,7 @@ def test_what_another_method_remembered_is_dropped_and_named(caplog: pytest.LogC
     assert "ErrorFeedback" in sentence
     link.reduce_(gradients())
     state = link.state_dict()
-    assert (set(state["global"]), set(state["replicated"])) == ({"round", "link"}, set())
+    assert (set(state["global"]), set(state["replicated"])) == ({"round", "link", "memory_order"}, set())
     assert set(state["rank 1"]) == {"residual/w"}
     assert int(state["global"]["round"]) == 3
 

@@ -12,6 +12,7 @@ from gradwire.exchange.planning import Options
 from gradwire.link.handshake import ReplicaCheck
 from gradwire.link.link_runtime import LinkRuntime
 from gradwire.link.local_steps import LocalSteps
+from gradwire.link.memory_order import add_orders, check_orders, in_memory_order
 from gradwire.link.reports import LinkReports
 from gradwire.link.round import Round
 from gradwire.link.selection.autotune import OWN_STATE, Selection, say_dropped
@@ -82,6 +83,8 @@ class LinkState(LinkReports):
 
         ``global`` holds the round and values of the method. ``replicated`` holds its vectors that are the same on all
         ranks, and ``rank`` those of this rank, both by "kind/parameter"; if these suit no other rank, also its number.
+        Vectors lie in memory order, which ``global`` names for parameters that lie in another order than that of their
+        shape.
         """
         if self._local is not None:
             self._local.waited()
@@ -91,6 +94,7 @@ class LinkState(LinkReports):
         kept = {**self._coders.state(), **self._cost.state()}
         state["global"].update(kept, round=torch.tensor(self._runtime.round, device="cpu"))
         state["global"][LINK_STATE] = torch.tensor(self.number.value, device="cpu")
+        add_orders(state, self._site.orders)
         with_rank(state["rank"], self.rank, self.method)
         for key, value in self._selection.state().items():
             state["rank" if key in OWN_STATE else "global"][key] = value
@@ -101,12 +105,16 @@ class LinkState(LinkReports):
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Continue from a state of :meth:`state_dict`; state of another method is dropped, with a warning.
 
+        Parameters may have another memory format than when it was saved. Then vectors with one value an element are put
+        into the order that they have now.
+
         Raises:
-            IncompatibleError: it is not the whole state of a link, its choice is not a candidate here, or it suits
-                another rank only.
+            IncompatibleError: it is not the whole state of a link, its choice is not a candidate here, it suits another
+                rank only, or a factor's parameter has another memory format than when it was saved.
             ExchangeError: an exchange of local steps in flight failed, so that the link is broken; nothing was loaded.
         """
         self.check_state_dict(state)
+        state = in_memory_order(state, self._site.orders, self.method)
         if self._local is not None:
             # An exchange in flight commits its state when it ends, which must not come after what is loaded.
             self._local.waited()
@@ -137,5 +145,6 @@ class LinkState(LinkReports):
             IncompatibleError: it is not the whole state of a link, or a value is invalid.
         """
         check_state(state, self._exchanged, self.method, rank=self.rank)
+        check_orders(state, self._site.orders, self.method)
         if self._local is not None:
             self._local.parameters.check(state)

@@ -20,6 +20,7 @@ from gradwire.link.checks import check_optimizer
 from gradwire.link.diagnostics import Diagnostics, Judge, parameter_rows, wait_report
 from gradwire.link.failures import WarnOnce
 from gradwire.link.found_optimizers import LearningRates
+from gradwire.link.memory_order import add_orders, check_orders, in_memory_order, memory_orders
 from gradwire.link.selection.autotune import say_dropped
 from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
 from gradwire.link.state import LINK_STATE, check_state, of_another_size, remembered, with_rank
@@ -44,6 +45,7 @@ class SimulatedLink:
 
     Attributes:
         number: See :class:`Link`: 0, or the number of the link whose state was loaded.
+        orders: Memory order of each parameter, or of those of which ``parameters`` are pieces.
         skipped_rounds: See :class:`Link`.
 
     Raises:
@@ -83,7 +85,7 @@ class SimulatedLink:
         self._parameters = _pairs(parameters)
         if not self._parameters:
             raise IncompatibleError("there is no parameter to exchange")
-        self._names = list(self._parameters)
+        self._names, self.orders = list(self._parameters), memory_orders(self._parameters)
         check_optimizer(self.method, optimizer, self._parameters)
         self._optimizer = optimizer
         self._rates = LearningRates(self.method, optimizer, self._parameters)
@@ -266,6 +268,7 @@ class SimulatedLink:
             "round": torch.tensor(self.round, device="cpu"),
             LINK_STATE: torch.tensor(self.number.value, device="cpu"),
         }
+        add_orders({"global": shared}, self.orders)
         own = {f"rank {r}": with_rank(state["rank"], r, self.method) for r, state in enumerate(states)}
         return {"global": shared, "replicated": states[0]["replicated"], **own}
 
@@ -275,9 +278,12 @@ class SimulatedLink:
         State of another method is dropped, with a warning.
 
         Raises:
-            IncompatibleError: it is not the whole state of a simulation, or its coder is unknown.
+            IncompatibleError: it is not the whole state of a simulation, its coder is unknown, or a factor's parameter
+                has another memory format.
         """
         check_state(state, self._parameters, self.method, rank=None)
+        check_orders(state, self.orders, self.method)
+        state = in_memory_order(state, self.orders, self.method)
         saved = len(state.keys() - {"global", "replicated"})
         if saved != self.world_size:
             state = of_another_size(state, self.method, saved, self.world_size, self._notices.once)

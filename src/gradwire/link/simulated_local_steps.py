@@ -18,6 +18,7 @@ from gradwire.exchange.segments import Parameter
 from gradwire.link.buffers import mean_of_simulated
 from gradwire.link.global_parameters import GlobalParameters, mean_over_ranks, parameters_of
 from gradwire.link.local_steps import GIVES_UP, MOST_DISCARDED
+from gradwire.link.memory_order import check_orders, in_memory_order, memory_orders
 from gradwire.link.parameters import named_parameters, put, swapped
 from gradwire.link.simulate import SimulatedLink
 from gradwire.methods.spec import method as read_method
@@ -71,6 +72,7 @@ class SimulatedLocalSteps:
             )
         settings = {field.name: getattr(its_options, field.name) for field in fields(its_options)}
         self.link = SimulatedLink(pieces.items(), found, len(named), **settings)
+        self.link.orders = memory_orders(named[0])
         layouts = [{n: Parameter.of(n, p) for n, p in mine.items()} for mine in named]
         for rank, mine in enumerate(named):
             if layouts[rank] != layouts[0]:
@@ -156,6 +158,8 @@ class SimulatedLocalSteps:
             IncompatibleError: it is not a state of these local steps.
         """
         self._workers[0].check(state)
+        check_orders(state, self.link.orders, self.link.method)
+        state = in_memory_order(state, self.link.orders, self.link.method)
         rest, self._flying, self._discarded = state, None, 0
         for worker in self._workers:
             rest = worker.load(state)

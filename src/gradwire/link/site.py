@@ -33,6 +33,7 @@ from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Scope
 from gradwire.exchange.planning import Options, Placement, place_kernels
 from gradwire.kernels import checksum, get_kernels
+from gradwire.link.memory_order import MemoryOrder, memory_orders
 from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber
 
@@ -96,7 +97,7 @@ def warm_up(method: str | Method = "terngrad", backend: str = "auto") -> float:
 
 @dataclass(frozen=True)
 class Site:
-    """The site of one link: its device, kernels and transport.
+    """The site of one link: its device, kernels and transport, and the memory order of its parameters.
 
     Attributes:
         device: Device of the parameters.
@@ -104,6 +105,7 @@ class Site:
         transport: "gloo", "nccl" or "staged".
         group: The ranks of the link.
         checks: Takes the results of payload checks.
+        orders: Memory order of each parameter when the link was made.
     """
 
     device: Device
@@ -111,6 +113,7 @@ class Site:
     transport: str
     group: Group
     checks: Checks
+    orders: Mapping[str, MemoryOrder]
 
     @classmethod
     def of(cls, method: Method, parameters: Mapping[str, torch.Tensor], options: Options, group: Group) -> Site:
@@ -125,7 +128,8 @@ class Site:
         where = one_device({name: p.device for name, p in parameters.items()})
         placement = place_kernels(methods, options.backend, where)
         transport = choose_transport(options.transport, where, placement.on_device, group)
-        return cls(device_of(where), placement, transport, group, LateChecks() if placement.on_device else AT_ONCE)
+        checks = LateChecks() if placement.on_device else AT_ONCE
+        return cls(device_of(where), placement, transport, group, checks, memory_orders(parameters))
 
     @property
     def backend(self) -> str:
