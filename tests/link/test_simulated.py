@@ -67,3 +67,28 @@ def test_bytes_are_those_of_worker_0_over_all_rounds() -> None:
     sent = [meter.sent_bytes for meter in one._meters]
     assert second.sent_bytes == sent[0] != sent[1]
     assert second.received_bytes == (sent[1] + sent[2]) // 2
+
+
+@pytest.mark.parametrize("method", ["gtopk", "PowerSGD()", "terngrad"])
+def test_names_are_in_the_order_of_the_row(method: str) -> None:
+    pairs = [("a", torch.empty(2000)), ("b", torch.empty(30, 100)), ("c", torch.empty(10))]
+    rows = torch.randn(2, 5010, generator=torch.Generator().manual_seed(0))
+    a, b, c = gw.SimulatedLink(pairs, method, 2).reduce_(rows.clone()).split([2000, 3000, 10])
+    turned = torch.cat(rows.split([2000, 3000, 10], dim=1)[::-1], dim=1)
+    found = gw.SimulatedLink(pairs, method, 2).reduce_(turned, names=["c", "b", "a"])
+    assert torch.equal(found, torch.cat([c, b, a]))
+
+
+@pytest.mark.parametrize(
+    ("method", "names", "part"),
+    [
+        ("terngrad", ["b", "z"], "'z' is no parameter of this link"),
+        ("terngrad", ["b", "a", "b"], "'b' is there twice"),
+        ("gtopk", ["b"], "'a' is missing, and GTopK"),
+    ],
+)
+def test_names_that_make_no_round_are_refused(method: str, names: list[str], part: str) -> None:
+    link = gw.SimulatedLink([("a", torch.empty(20)), ("b", torch.empty(30))], method, 2, min_numel=0)
+    with pytest.raises(gw.IncompatibleError, match=part):
+        link.exchange_(torch.zeros(2, 30), names=names)
+    assert link.round == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.exchange.method import Method
 from gradwire.exchange.segments import flat_view, is_sharded, local_shard
 
 
@@ -61,6 +63,29 @@ def listed(parameters: Any) -> list[Any]:
     if of_modules or isinstance(parameters, torch.Tensor | Mapping) or not isinstance(parameters, Iterable):
         raise HyperparameterError(_not_parameters(parameters))
     return list(parameters)
+
+
+def names_of_round(names: Sequence[str] | None, known: Mapping[str, Any], method: Method) -> list[str]:
+    """Return the names of the parameters that a round exchanges, in their order in its vector; None stands for all.
+
+    Raises:
+        IncompatibleError: one is unknown or there twice, or the method needs all parameters in every round.
+    """
+    if names is None:
+        return list(known)
+    found = [names] if isinstance(names, str) else list(names)
+    repeated = [name for name, count in Counter(found).items() if count > 1]
+    wrong = next(iter([name for name in found if name not in known] + repeated), None)
+    if wrong is not None:
+        told = "is there twice" if wrong in known else "is no parameter of this link"
+        raise IncompatibleError(f"names: {wrong!r} {told}: give the names of different parameters of the link")
+    missing = next((name for name in known if name not in found), None)
+    if method.traits.whole_step and missing is not None:
+        raise IncompatibleError(
+            f"names: {missing!r} is missing, and {method!r} compares elements of the whole model: exchange all "
+            "parameters in every round"
+        )
+    return found
 
 
 def _pairs(parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:

@@ -21,6 +21,7 @@ from gradwire.link.diagnostics import Diagnostics, Judge, parameter_rows, wait_r
 from gradwire.link.failures import WarnOnce
 from gradwire.link.found_optimizers import LearningRates
 from gradwire.link.memory_order import add_orders, check_orders, in_memory_order, memory_orders
+from gradwire.link.parameters import names_of_round
 from gradwire.link.selection.autotune import say_dropped
 from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
 from gradwire.link.state import LINK_STATE, check_state, of_another_size, remembered, with_rank
@@ -85,7 +86,7 @@ class SimulatedLink:
         self._parameters = _pairs(parameters)
         if not self._parameters:
             raise IncompatibleError("there is no parameter to exchange")
-        self._names, self.orders = list(self._parameters), memory_orders(self._parameters)
+        self.orders = memory_orders(self._parameters)
         check_optimizer(self.method, optimizer, self._parameters)
         self._optimizer = optimizer
         self._rates = LearningRates(self.method, optimizer, self._parameters)
@@ -119,13 +120,13 @@ class SimulatedLink:
         Args:
             gradients: Float32 ``[world_size, numel]``, overwritten: row r holds worker r's gradients, parameter after
                 parameter, each in memory order.
-            names: Names of the parameters in this round; None: all.
+            names: Names of the parameters in this round, in the order of a row; None: all, in the link's.
 
         Returns:
             The mean over workers, float32 ``[numel]``: row 0 of ``gradients``.
 
         Raises:
-            IncompatibleError: ``gradients`` have another form, or the method has a different outcome for each worker.
+            IncompatibleError: ``gradients`` or ``names`` do not suit, or the method has an outcome for each worker.
         """
         if self.method.traits.outcomes_differ:
             raise IncompatibleError(
@@ -140,18 +141,18 @@ class SimulatedLink:
 
         If the method's outcomes differ, rows are parameters, and row r is the outcome of worker r.
         """
-        numel = self.numel if names is None else sum(self._parameters[name].numel() for name in names)
-        if gradients.shape != (self.world_size, numel) or gradients.dtype != torch.float32:
-            raise IncompatibleError(
-                f"gradients are float32 [{self.world_size}, {numel}], not {gradients.dtype} {list(gradients.shape)}"
-            )
+        names = names_of_round(names, self._parameters, self.method)
+        numel = sum(self._parameters[name].numel() for name in names)
+        shape, given = [self.world_size, numel], list(gradients.shape)
+        if given != shape or gradients.dtype != torch.float32:
+            raise IncompatibleError(f"gradients are float32 {shape}, not {gradients.dtype} {given}")
         self._read = self._rates.read()
         if self.method.traits.whole_step:
-            rows = torch.stack([self._reordered(g, self._names, self._order) for g in gradients])
+            rows = torch.stack([self._reordered(g, names, self._order) for g in gradients])
             self._exchange(self._order, rows)
-            gradients[0] = self._reordered(rows[0], self._order, self._names)
+            gradients[0] = self._reordered(rows[0], self._order, names)
         else:
-            self._exchange(self._names if names is None else list(names), gradients)
+            self._exchange(names, gradients)
         self.round += 1
         self._rounds_here += 1
         self._elements += numel
@@ -278,8 +279,7 @@ class SimulatedLink:
         State of another method is dropped, with a warning.
 
         Raises:
-            IncompatibleError: it is not the whole state of a simulation, its coder is unknown, or a factor's parameter
-                has another memory format.
+            IncompatibleError: it is not the whole state of a simulation, or does not suit this one.
         """
         check_state(state, self._parameters, self.method, rank=None)
         check_orders(state, self.orders, self.method)
