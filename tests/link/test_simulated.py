@@ -92,3 +92,17 @@ def test_names_that_make_no_round_are_refused(method: str, names: list[str], par
     with pytest.raises(gw.IncompatibleError, match=part):
         link.exchange_(torch.zeros(2, 30), names=names)
     assert link.round == 0
+
+
+@pytest.mark.parametrize("method", ["bf16", "fp16"])
+def test_large_values_beside_a_cast_have_their_mean(method: str) -> None:
+    pairs = [("kept", torch.empty(64)), ("cast", torch.empty(4096))]
+    rows = torch.randn(3, 4160, generator=torch.Generator().manual_seed(0))
+    usual = gw.SimulatedLink(pairs, method, 3, exclude=("kept",)).reduce_(rows.clone())
+    assert torch.equal(usual[:64], ((rows[0] + rows[1]) + rows[2])[:64] * (1 / 3)), "ordinary values keep their bits"
+    rows[:, :2] = torch.tensor([[2e38, -3e38], [2e38, -3e38], [2e38, 1e38]])
+    rows[1, 2] = torch.inf
+    found = gw.SimulatedLink(pairs, method, 3, exclude=("kept",)).reduce_(rows)
+    assert found[:2].tolist() == pytest.approx([2e38, -5e38 / 3], rel=1e-6)
+    assert found[2] == torch.inf
+    assert torch.equal(found[3:64], usual[3:64])

@@ -44,8 +44,9 @@ def all_reduce(
 def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequence[Segment]) -> Exchange[Outcome]:
     """Replace some segments by the mean over ranks, for which every rank adds all ranks' values in the order of ranks.
 
-    Values of sixteen bits are added in float32, since their sum may be beyond their range though the mean is not. It
-    takes one message, while a ring takes 2 (N - 1) dependent ones: use it for values too few to fill the network.
+    Values of sixteen bits are added in float32, since their sum may be beyond their range though the mean is not. Where
+    a sum is beyond float32, shares of the values are added instead, as an all-reduce does. It takes one message, while
+    a ring takes 2 (N - 1) dependent ones: use it for values too few to fill the network.
 
     Bytes sent by a rank: (N - 1) (header + values).
     """
@@ -65,12 +66,25 @@ def gathered_mean(context: Context, tag: int, flat: torch.Tensor, segments: Sequ
     total = rows[0].to(torch.promote_types(part.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         total.add_(row)
-    mean = total.mul_(1.0 / world).to(part.dtype)
+    total.mul_(1.0 / world)
+    lost = ~total.isfinite()
+    # Reading it would wait for a device.
+    if not lost.is_cpu or bool(lost.any()):
+        total = torch.where(lost, _sum_of_shares(rows, total.dtype), total)
+    mean = total.to(part.dtype)
     torch._foreach_copy_(runs, list(mean.split([r.numel() for r in runs])))
     if original is None:
         return Outcome(unchecked=runs)
 
     return Outcome(sent=_add(original, segments), unchecked=runs)
+
+
+def _sum_of_shares(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mean of rows, each divided before it is added."""
+    total = rows[0].to(dtype) * (1.0 / len(rows))
+    for row in rows[1:]:
+        total.add_(row.to(dtype), alpha=1.0 / len(rows))
+    return total
 
 
 def gathered_values(context: Context, tag: int, values: torch.Tensor) -> Exchange[torch.Tensor]:
