@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from gradwire.link.accumulation import Accumulation
+from gradwire.link.accumulation import LOOKS, Accumulation, UsedOutcome
 from modes import MODES, SMALL_BUCKETS_MB, STEPS, run_mode, train
 from oracle import batch, digest, layers, simulated_run, square_loss
 
@@ -250,6 +251,67 @@ def used_apart(way: str, spec: str) -> str:
 def test_outcomes_that_no_step_uses_again_may_stay(three_ranks: Any, way: str) -> None:
     """They are replaced by other gradients, or are of a layer that no optimizer steps."""
     assert three_ranks(used_apart, way, "signsgd") == [""] * 3
+
+
+def stepped(way: str, spec: str) -> list[str]:
+    """Take three steps with several backward passes each; return the warnings that a link logged meanwhile."""
+    module = nn.Linear(2048, 1, bias=False)
+    ddp = DistributedDataParallel(module)
+    link, told = gw.attach(ddp, spec), list[str]()
+    optimizer, ones = torch.optim.SGD(module.parameters(), lr=1e-3), torch.ones(1, 2048)
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    for _ in range(3):
+        if way != "never cleared":
+            optimizer.zero_grad(set_to_none=way != "set to zero")
+        for scale in (1.0, 3.0):
+            with ddp.no_sync() if way == "no_sync" and scale == 1 else nullcontext():
+                ddp(scale * ones).sum().backward()
+        if way != "unknown optimizer":
+            optimizer.step()
+        if "generator" in way:
+            with ddp.no_sync() if "no_sync" in way else nullcontext():
+                ddp(2 * ones).sum().backward()
+    logging.getLogger("gradwire").removeHandler(handler)
+    link.close()
+    return told
+
+
+@pytest.mark.parametrize("spec", ["ErrorFeedback(TopK(density=0.1))", "PowerSGD()", "DIANA()"])
+@pytest.mark.parametrize("way", ["generator", "never cleared"])
+def test_gradients_added_to_a_used_outcome_are_told_once(three_ranks: Any, way: str, spec: str) -> None:
+    first, *others = three_ranks(stepped, way, spec)
+    (sentence,) = [text for text in first if "an optimizer's step has used" in text]
+    assert "a generator's through its discriminator, run it under discriminator.no_sync()" in sentence
+    assert others == [[], []]
+
+
+@pytest.mark.parametrize("way", ["every pass", "no_sync", "set to zero", "generator, no_sync", "unknown optimizer"])
+def test_nothing_is_told_of_passes_that_one_step_uses(three_ranks: Any, way: str) -> None:
+    for told in three_ranks(stepped, way, "ErrorFeedback(TopK(density=0.1))"):
+        assert not any("an optimizer's step has used" in text for text in told)
+
+
+def test_nothing_is_told_where_a_method_keeps_nothing(three_ranks: Any) -> None:
+    assert not any("has used" in text for told in three_ranks(stepped, "generator", "terngrad") for text in told)
+
+
+def test_a_used_outcome_is_looked_at_in_so_many_rounds_only() -> None:
+    """On a device a look at its values waits for them."""
+    p = nn.Parameter(torch.ones(4))
+    optimizer, used = torch.optim.SGD([p], lr=0.1), UsedOutcome(p)
+    for round in range(LOOKS + 1):
+        p.sum().backward()
+        assert not used.was_added
+        used.begin_anew()
+        optimizer.step()
+        if round < LOOKS:
+            optimizer.zero_grad(set_to_none=False)
+    p.sum().backward()
+    assert not used.was_added
+    used.end()
+    assert not p._backward_hooks
 
 
 def test_a_parameter_that_the_pass_before_did_not_use_tells_nothing_of_accumulation() -> None:

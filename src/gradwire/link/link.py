@@ -238,7 +238,7 @@ class Link(LinkState, LocalStepsUser):
         self._search = OptimizerSearch(
             self.method, self.optimizer, self._parameters, compressed, self._runtime.failures, self._warnings
         )
-        self._accumulation = Accumulation(self.method, compressed)
+        self._accumulation = Accumulation(self.method, compressed, self._warnings)
         # Threads and connections end with the link, also if it is collected or the interpreter ends without close().
         unbinders = [unbind, self._search.end, self._accumulation.end]
         self.close = weakref.finalize(self, close_link, self._runtime, unbinders)
