@@ -167,3 +167,32 @@ def test_a_link_names_the_order_that_it_was_made_with(tmp_path: Path) -> None:
             assert gw.integrations.StatefulLink(link).state_dict()
             link.close()
     assert state["global"]["memory_order"].item() == 1
+
+
+def turned(spec: str) -> list[str]:
+    """Change the memory format of a model whose link has exchanged; return what is said."""
+    module, told = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 1)), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    link = gw.Link(module.named_parameters(), spec, min_numel=0, optimizer=optimizer)
+    for memory_format in (NATURAL, LAST):
+        module[1].to(memory_format=LAST)  # of which nothing lies elsewhere
+        module[0].to(memory_format=memory_format)
+        try:
+            for _ in range(2):
+                module(torch.ones(2, 8, 5, 5)).square().mean().backward()
+                link.reduce_()
+                optimizer.step()
+        except gw.GradwireError as error:
+            told.append(str(error))
+    link.close()
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "spec", ["ErrorFeedback(TopK(density=0.1))", "terngrad", "LocalSGD(every=2)", "DiLoCo(every=2)"]
+)
+def test_a_format_that_changes_after_the_link_was_made_is_refused_by_name(three_ranks: Any, spec: str) -> None:
+    for told in three_ranks(turned, spec):
+        (sentence,) = told
+        assert "parameter '0.weight' has another memory format than when the link was made" in sentence

@@ -306,15 +306,15 @@ class Link(LinkState, LocalStepsUser):
         if self.world_size == 1:
             return Round(runtime)
         check_still_frozen(self._frozen)
+        self._site.check_orders(self._parameters)
         self._search.end_when_done()
         if runtime.rounds_here == 0:
             check_unscaled(self.method, self.grad_scaler)
         if self.number.value != self._compared_number:
-            # It is the first round, or the first one after another number was loaded.
-            self._compared_number = self.number.value
+            self._compared_number = self.number.value  # first round, or another number was loaded
             if (shared := share_a_number(self)) is not None:
                 runtime.warnings.once(shared, shared)
-        replicated = self._parameters if self._local is None else self._local.replicated()
+        replicated = self._local.replicated() if self._local else self._parameters
         self._replicas.begin(runtime.round, self._channel, replicated)
         learning_rates = self._rates.read()
         skipped = before is not None and before.skipped and before.number == runtime.round - 1

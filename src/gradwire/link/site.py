@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from gradwire.errors import IncompatibleError
 from gradwire.exchange.deferred_checks import AT_ONCE, Checks
 from gradwire.exchange.drivers import (
     Device,
@@ -32,6 +33,7 @@ from gradwire.exchange.drivers import (
 from gradwire.exchange.method import Method
 from gradwire.exchange.ops import Scope
 from gradwire.exchange.planning import Options, Placement, place_kernels
+from gradwire.exchange.segments import is_sharded
 from gradwire.kernels import checksum, get_kernels
 from gradwire.link.memory_order import MemoryOrder, memory_orders
 from gradwire.methods.spec import method as read_method
@@ -106,6 +108,7 @@ class Site:
         group: The ranks of the link.
         checks: Takes the results of payload checks.
         orders: Memory order of each parameter when the link was made.
+        strides: Those of each parameter then, but for DTensors.
     """
 
     device: Device
@@ -114,6 +117,7 @@ class Site:
     group: Group
     checks: Checks
     orders: Mapping[str, MemoryOrder]
+    strides: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, method: Method, parameters: Mapping[str, torch.Tensor], options: Options, group: Group) -> Site:
@@ -129,7 +133,21 @@ class Site:
         placement = place_kernels(methods, options.backend, where)
         transport = choose_transport(options.transport, where, placement.on_device, group)
         checks = LateChecks() if placement.on_device else AT_ONCE
-        return cls(device_of(where), placement, transport, group, checks, memory_orders(parameters))
+        strides = {name: tuple(p.stride()) for name, p in parameters.items() if not is_sharded(p)}
+        return cls(device_of(where), placement, transport, group, checks, memory_orders(parameters), strides)
+
+    def check_orders(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Raise if the elements of a parameter lie in another order than when the link was made.
+
+        Raises:
+            IncompatibleError: they do; what the link keeps of the parameter would be of other elements.
+        """
+        for name, strides in self.strides.items():
+            if parameters[name].stride() != strides and MemoryOrder.of(parameters[name]) != self.orders[name]:
+                raise IncompatibleError(
+                    f"parameter {name!r} has another memory format than when the link was made: call "
+                    "model.to(memory_format=...) before the model is wrapped and the link is made"
+                )
 
     @property
     def backend(self) -> str:
