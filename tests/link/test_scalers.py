@@ -1,9 +1,10 @@
-"""What happens where a loss is scaled and nobody said so."""
+"""What happens where a loss is scaled, also where nobody said so."""
 
 from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 from cases import ALL
+from gradwire.exchange.protocols import Context
 from gradwire.link.found_optimizers import _scaling
 from oracle import layers, square_loss
 from ranks import Ranks
+from remembering import REMEMBERING
 
 WORKERS = 3
 
@@ -33,6 +36,37 @@ def test_methods_that_add_up_rounds_say_so(method: gw.Method) -> None:
     vectors = [key for part, values in state.items() if part != "global" for key in values]
     in_its_unit = isinstance(method, gw.Threshold) or (isinstance(method, gw.TernGrad) and method.ahead)
     assert method.traits.needs_loss_scale == (bool(vectors) or method.traits.direction or in_its_unit)
+
+
+class Scaled(gw.SimulatedLink):
+    """A simulation whose gradients are those of a scaled loss."""
+
+    scale = 1.0
+
+    def _context(self, rank: int, chunk: int) -> Context:
+        return replace(super()._context(rank, chunk), loss_scale=self.scale)
+
+
+@pytest.mark.parametrize("method", [m for m in REMEMBERING if not m.traits.local_steps], ids=repr)
+def test_changes_of_the_loss_scale_change_no_bit_of_what_follows(method: gw.Method) -> None:
+    """Also of factors, which are kept in the unit of their round: only their directions matter."""
+    parameters = [("w", torch.empty(24, 20)), ("v", torch.empty(17, 6, 3)), ("b", torch.empty(65))]
+    numel, random = sum(p.numel() for _, p in parameters), torch.Generator().manual_seed(0)
+    rounds = [torch.randn(4, numel, generator=random) for _ in range(5)]
+    plain, scaled = (kind(parameters, method, 4, min_numel=100) for kind in (gw.SimulatedLink, Scaled))
+    for rows, power in zip(rounds, (4, 16, -3, 20, 0)):
+        scaled.scale = 2.0**power
+        found = rows * scaled.scale
+        plain.exchange_(rows)
+        scaled.exchange_(found)
+        assert torch.equal(found[0] / scaled.scale, rows[0])
+        scaled.load_state_dict(scaled.state_dict())
+    before, after = plain.state_dict(), scaled.state_dict()
+    factors = ("factor/", "left_factor/", "right_factor/")
+    for scope, part in before.items():
+        assert part.keys() == after[scope].keys()
+        for key, value in part.items():
+            assert key.startswith(factors) or torch.equal(value, after[scope][key]), key
 
 
 @pytest.mark.parametrize("inner", ["errorfeedback", "diana", "DIANA(momentum=0.9)", "EF21(momentum=0.5)", "terngrad"])

@@ -214,7 +214,7 @@ class Side:
         return found
 
     def keep(self, context: Context, kind: str, values: torch.Tensor) -> None:
-        """Store factors at the end of the round."""
+        """Store factors at the end of the round, in the unit of its gradients: only their directions are used."""
         context.memory.stage(kind, self.segments, replicated=True).copy_(values[: self.numel])
 
 
