@@ -81,6 +81,18 @@ def test_a_factor_of_another_memory_format_is_refused_by_name(spec: str) -> None
     assert torch.equal(exchanged(first, LAST, 1), exchanged(same, LAST, 1))
 
 
+@pytest.mark.parametrize("spec", ["terngrad", "ErrorFeedback()"])
+def test_another_methods_factor_is_dropped_in_whatever_order_it_lies(spec: str) -> None:
+    first, second = simulated("powersgd", LAST), simulated(spec, NATURAL)
+    exchanged(first, LAST, 0)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    kept = second.state_dict()
+    assert kept["replicated"] == {}
+    if spec != "terngrad":
+        assert torch.equal(kept["rank 1"]["residual/w"].view(SHAPE), by_shape(state["rank 1"]["residual/w"], LAST))
+
+
 def test_a_state_of_an_earlier_version_is_taken_to_lie_as_the_parameters_do() -> None:
     first, second = simulated("powersgd", LAST), simulated("powersgd", LAST)
     exchanged(first, LAST, 0)

@@ -123,7 +123,10 @@ def _others(
     """Yield the scope and key of each vector that may lie in another order, its parameter and the order it lies in."""
     if MEMORY_ORDER not in state["global"]:
         return  # an earlier version saved it
-    known = {*method.traits.remembers, GLOBAL, VELOCITY, ARRIVED} if method.traits.remembers else None
+    # State of another method is dropped, in whatever order it lies; one that declares no kinds loads all.
+    local = (GLOBAL, VELOCITY, ARRIVED) if method.traits.local_steps else ()
+    declares = bool(method.traits.remembers) or method.properties.state == "none"
+    known = {*method.traits.remembers, *local} if declares else None
     before: dict[str, tuple[int, ...]] = {}
     for name, order in orders.items():
         entry = state["global"].get(f"{MEMORY_ORDER}/{name}")
