@@ -120,6 +120,51 @@ def test_a_ring_of_one_element_asks_for_all_hops_at_once() -> None:
         assert counted(world_size, reduced("sum", 1)).count == 1 + 2 * (world_size - 1)
 
 
+def ring_hop_by_hop(world_size: int, starts: Sequence[int], parts: int, filled: int) -> list[int]:
+    """Return when each rank has ended Gloo's ring, message by message; a rank has ``parts`` segments."""
+    ends = list(starts)
+    for first in (1, 0):
+        now, before = ends, [ends, ends]
+        for place in range(parts * (world_size - 1)):
+            now = [max(pair) for pair in zip(now, before[place % 2])]
+            done = list(now)
+            for rank in range(world_size):
+                if ((rank + first) * parts + place) % (parts * world_size) < filled:
+                    left = max(now[rank], now[rank - 1] + 1)
+                    done[rank] = max(done[rank], left)
+                    done[rank - 1] = max(done[rank - 1], left + 1)
+            before[place % 2] = done
+        ends = [max(times) for times in zip(now, *before)]
+    return ends
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8, 13])
+def test_a_ring_of_few_elements_takes_the_delays_of_its_messages(world_size: int) -> None:
+    chain = [hop(rank) for rank in range(world_size - 1)]
+    for numel in (1, 2, world_size - 1, world_size, world_size + 1, 2 * world_size - 1):
+        found = counted(world_size, reduced("sum", numel))
+        assert found.count == max(ring_hop_by_hop(world_size, [0] * world_size, 2, numel))
+        # Ranks that begin one after the other, as at the end of a chain.
+        late = counted(world_size, *chain, reduced("sum", numel))
+        starts = [0, *range(1, world_size)]
+        assert late.count == max(ring_hop_by_hop(world_size, starts, 2, numel))
+
+
+def test_the_work_of_counting_a_ring_grows_with_the_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    world_size = 1024
+    calls = 0
+
+    def one_later(self: Moment, phase: str, delays: int = 1, *, real: Any = Moment.later) -> Moment:
+        nonlocal calls
+        calls += 1
+        return real(self, phase, delays)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Moment, "later", one_later)
+    # 2024 of 2048 segments have elements.
+    assert counted(world_size, reduced("sum", 85_002)) == Delays({"sum": 4058})
+    assert 0 < calls <= 4 * world_size
+
+
 @pytest.mark.parametrize(("world_size", "depth"), [(2, 1), (3, 1), (4, 2), (5, 2), (7, 2), (8, 3)])
 def test_a_broadcast_asks_once_and_goes_down_a_binomial_tree(world_size: int, depth: int) -> None:
     for root in (0, world_size - 1):

@@ -20,11 +20,13 @@ of them suffices. Broadcasts, messages between two ranks and operations with a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
+from functools import lru_cache
+from typing import TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gradwire.exchange.drivers.lane import LANES
@@ -280,35 +282,58 @@ def _ring(numel: int, width: int, n: int, began: Sequence[Moment], phase: str) -
     if full and _together(began):
         # Every rank has a segment in every place, so that all stay together, and two places take a round trip.
         return [moment.later(phase, 4 * _ceil(segments - per_rank, 2)) for moment in began]
-    ended = list(began)
+    starts = np.array([moment.at for moment in began])
+    filled = _ceil(size, segment) if segment else 0
+    if _together(began):
+        at, source = _ring_from_rest(n, per_rank, filled)
+        at = at + starts
+    else:
+        at, source = _ring_of_some(starts, per_rank, filled)
+    return [began[s].later(phase, delays) for s, delays in zip(source.tolist(), (at - starts[source]).tolist())]
+
+
+_Times: TypeAlias = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Times of all ranks in delays, and the rank at whose start the longest path to each begins."""
+
+
+@lru_cache(maxsize=64)
+def _ring_from_rest(n: int, per_rank: int, filled: int) -> _Times:
+    return _ring_of_some(np.zeros(n, np.int64), per_rank, filled)
+
+
+def _ring_of_some(starts: npt.NDArray[np.int64], per_rank: int, filled: int) -> _Times:
+    """Return when each rank has ended a ring of which only the first ``filled`` segments have bytes to send."""
+    ended = starts, np.arange(len(starts))
     for first in (1, 0):
-        ended = _half_ring(ended, first, per_rank, partial(_some, size, segment, segments), phase)
+        ended = _half_ring(ended, first, per_rank, filled)
     return ended
 
 
-def _some(size: int, segment: int, segments: int, index: int) -> bool:
-    """Return whether a segment has any bytes: those at the end of a short vector have none."""
-    return (index % segments) * segment < size
+def _half_ring(began: _Times, first: int, per_rank: int, filled: int) -> _Times:
+    """Rank r sends its segments to rank r - 1, from that of rank r + ``first`` on.
 
-
-def _half_ring(
-    began: Sequence[Moment], first: int, per_rank: int, some: Callable[[int], bool], phase: str
-) -> list[Moment]:
-    """Rank r sends its segments to rank r - 1, from that of rank r + ``first`` on."""
-    n = len(began)
-    places = per_rank * (n - 1)
-    now = list(began)
+    Each place is worked out for all ranks at once, since there are twice as many places as ranks.
+    """
+    n = len(began[0])
+    start = (np.arange(n) + first) * per_rank
+    last = np.arange(n) == n - 1
+    now = began
     # When each rank's messages of two places before had been sent and received.
-    before: list[list[Moment]] = [list(began), list(began)]
-    for place in range(places):
-        for rank in range(n):
-            now[rank] = latest(now[rank], before[place % 2][rank])
-        posted, done = list(now), list(now)
-        for rank in range(n):
-            if some((rank + first) * per_rank + place):
-                to = (rank - 1) % n
-                left = latest(posted[rank], posted[to].later(phase))
-                done[rank] = latest(done[rank], left)
-                done[to] = latest(done[to], left.later(phase))
-        before[place % 2] = done
-    return [latest(*moments) for moments in zip(now, *before)]
+    before = [began, began]
+    for place in range(per_rank * (n - 1)):
+        now = _latest(now, before[place % 2])
+        sends = (start + place) % (per_rank * n) < filled
+        receives = np.roll(sends, -1)
+        left = _latest(now, (np.roll(now[0], 1) + 1, np.roll(now[1], 1)))
+        arrived = np.roll(left[0], -1) + 1, np.roll(left[1], -1)
+        # Of equal times the first stays: the last rank receives before it sends, the others after.
+        done = _latest(now, arrived, receives & last)
+        done = _latest(done, left, sends)
+        before[place % 2] = _latest(done, arrived, receives)
+    return _latest(_latest(now, before[0]), before[1])
+
+
+def _latest(one: _Times, other: _Times, where: npt.NDArray[np.bool_] | bool = True) -> _Times:
+    """Return the later of two times of each rank, or the first where both are equal or ``where`` is false."""
+    later = where & (other[0] > one[0])
+    return np.where(later, other[0], one[0]), np.where(later, other[1], one[1])
