@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradwire as gw
+from gradwire.exchange.planning import Options
 from gradwire.model.forecast import Scenario, forecast, recommend
+from gradwire.model.gradients import values_of
 from gradwire.model.machine import DEFAULT, LinkModel, connection_rate
 from gradwire.model.profile import Profile, ReadyBucket, Timeline
 from gradwire.model.schedule import Load
@@ -326,3 +328,49 @@ def test_a_plan_counts_all_workers_bytes_at_the_server_and_does_not_recommend_it
     assert sparse.sent_bytes < whole.sent_bytes == free.sent_bytes
     assert "3 steps apart" in str(whole.apart)
     assert "any number of steps apart" in str(free.apart)
+
+
+def profile_of(gradients: dict[str, torch.Tensor]) -> Profile:
+    bucket = ReadyBucket(names=tuple(gradients), numel=sum(g.numel() for g in gradients.values()), ready_s=0.01)
+    return Profile(
+        source="some gradients",
+        parameters={name: (tuple(g.shape), g.stride()) for name, g in gradients.items()},
+        timeline=Timeline(forward_s=0.01, buckets=(bucket,), backward_s=0.02, after_s=0.0),
+        gradients={name: values_of(g) for name, g in gradients.items()},
+    )
+
+
+def planned_bytes(spec: str, gradients: dict[str, torch.Tensor], **options: object) -> int:
+    """Return the bytes at a server of one worker, in the direction that carries more."""
+    setting = Scenario(hosts=2, link=LinkModel(bandwidth_bytes_per_s=1e6))
+    rows, refused = forecast(profile_of(gradients), [spec], setting, DEFAULT, Options(**options), repeats=1)  # type: ignore[arg-type]
+    assert not refused
+    return rows[1].sent_bytes // 2
+
+
+@pytest.mark.parametrize("options", [{}, {"min_numel": 0}, {"min_numel": 5000}, {"exclude": "w"}])
+@pytest.mark.parametrize("inner", [SPARSE, "EDEN(bits=4)"])
+def test_a_plan_counts_the_bytes_of_a_server_with_its_options(inner: str, options: dict[str, object]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    gradients = {"w": torch.randn(64, 64, generator=draw), "b": torch.randn(64, generator=draw)}
+    # Fetches have fewer bytes than pushes.
+    spec = f"AsyncServer({inner}, fetch=TopK(density=0.01))"
+    parameters = {name: torch.nn.Parameter(torch.zeros_like(g)) for name, g in gradients.items()}
+    server = gw.SimulatedServer(
+        parameters.items(), spec, (1.0, 1.0), optimizer=torch.optim.SGD(parameters.values(), lr=0.1), **options
+    )
+    # Payloads of sparse methods are a little shorter than the server's bound.
+    assert 0.98 * server.push_bytes <= planned_bytes(spec, gradients, **options) <= server.push_bytes
+
+
+def test_a_plan_of_a_server_counts_what_a_coder_makes_of_the_profiled_gradients() -> None:
+    spec = "AsyncServer(Coded(TernGrad(share_scaler=False)), fetch=TopK(density=0.001))"
+    draw = torch.Generator().manual_seed(0)
+    gradients = {"w": torch.randn(128, 128, generator=draw) ** 9}
+    link = gw.SimulatedLink([("w", torch.empty(128, 128))], "Coded(TernGrad(share_scaler=False))", 2)
+    for _ in range(4):
+        link.reduce_(gradients["w"].reshape(1, -1).repeat(2, 1))
+    sent = link.traffic(0).sent_bytes / 4
+    assert planned_bytes(spec, gradients) == pytest.approx(sent, rel=0.1)
+    normal = {"w": torch.randn(128, 128, generator=draw)}
+    assert planned_bytes(spec, normal) > 1.5 * sent

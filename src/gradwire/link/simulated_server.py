@@ -14,7 +14,7 @@ import torch
 from gradwire.errors import HyperparameterError, IncompatibleError
 from gradwire.exchange.method import Method, cast_of, is_number, is_whole, require
 from gradwire.exchange.pace import AtOwnPace
-from gradwire.exchange.planning import one_way_bytes
+from gradwire.exchange.planning import Options, one_way_bytes
 from gradwire.exchange.segments import flat_view
 from gradwire.link.parameters import gradient, named_parameters, put
 from gradwire.link.simulate import SimulatedLink
@@ -133,7 +133,8 @@ class SimulatedServer:
             )
             for worker in range(world_size)
         ]
-        self.push_bytes, self.fetch_bytes = (one_way_bytes(m, self._parameters, **options) for m in (inner, fetch))
+        known = Options.of(options)
+        self.push_bytes, self.fetch_bytes = (one_way_bytes(m, self._parameters, known) for m in (inner, fetch))
         # The earliest first; of the same time, the first worker.
         self._computing: list[tuple[float, int]] = []
         self._asking = list(range(world_size))

@@ -192,7 +192,7 @@ def _rehearse(
 ) -> ExchangeProfile | Cycle | ServerProfile:
     traits, tensors, buckets = read_method(spec).traits, profile.tensors(), profile.timeline.buckets
     if traits.at_own_pace:
-        return server_of(spec, tensors, buckets, workers, repeats=repeats)
+        return server_of(spec, tensors, buckets, workers, options, repeats, profile.gradients)
     if traits.local_steps:
         return cycle_of(spec, tensors, workers, options, repeats=repeats)
     return exchange_of(spec, tensors, buckets, workers, options, repeats=repeats, gradients=profile.gradients)

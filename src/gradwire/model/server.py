@@ -9,11 +9,12 @@ from typing import cast
 
 import torch
 
-from gradwire.exchange.method import Method
+from gradwire.exchange.method import Method, cast_of
 from gradwire.exchange.pace import AtOwnPace
-from gradwire.exchange.planning import one_way_bytes
+from gradwire.exchange.planning import Options, one_way_bytes
 from gradwire.methods.spec import method as read_method
 from gradwire.model.exchange_profile import exchange_of
+from gradwire.model.gradients import Gradients
 from gradwire.model.machine import LinkModel
 from gradwire.model.profile import ReadyBucket, Timeline
 from gradwire.model.schedule import Load, Steps
@@ -30,8 +31,8 @@ class ServerProfile:
         spec: Spec of the method.
         workers: Number of workers N.
         staleness: Clocks that a worker may be ahead of the slowest; None: any number.
-        push_bytes: Bytes of a push.
-        fetch_bytes: Bytes of a fetch.
+        push_bytes: Bytes of a push; their mean if the length of payloads depends on values.
+        fetch_bytes: Bytes of a fetch, likewise.
         codec_s: Seconds on a core to encode a payload and to decode two, which is more than worker and server need.
     """
 
@@ -58,12 +59,20 @@ def server_of(
     parameters: Mapping[str, torch.Tensor],
     buckets: Sequence[ReadyBucket],
     workers: int,
+    options: Options | None = None,
     repeats: int = 5,
+    gradients: Gradients | None = None,
 ) -> ServerProfile:
     """Profile the pushes and fetches of a method at workers' own pace, on this machine.
 
     Args:
         parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
+        options: Options of the server, which hold for pushes and fetches.
+        gradients: See :func:`gradwire.model.exchange_profile.exchange_of`. Compressed changes of parameters are taken
+            to have the values of gradients, too.
+
+    Raises:
+        IncompatibleError: a method does not allow an option.
     """
     chosen = read_method(method)
     at_own_pace = cast(AtOwnPace, chosen)
@@ -72,14 +81,19 @@ def server_of(
         numel=sum(bucket.numel for bucket in buckets),
         ready_s=0.0,
     )
-    exchange = exchange_of(at_own_pace.inner, parameters, [one], 2, repeats=repeats)
-    stages = [stage for b in exchange.buckets for run in (b.prepare, *b.chunks) for stage in run]
+    push = exchange_of(at_own_pace.inner, parameters, [one], 2, options, repeats, gradients=gradients)
+    if cast_of(at_own_pace.fetch) is None:
+        fetch = exchange_of(at_own_pace.fetch, parameters, [one], 2, options, repeats=1, gradients=gradients)
+        fetch_bytes = round(fetch.sent_bytes)
+    else:
+        fetch_bytes = one_way_bytes(at_own_pace.fetch, parameters, options)
+    stages = [stage for b in push.buckets for run in (b.prepare, *b.chunks) for stage in run]
     return ServerProfile(
         spec=repr(chosen),
         workers=workers,
         staleness=at_own_pace.staleness,
-        push_bytes=one_way_bytes(at_own_pace.inner, parameters),
-        fetch_bytes=one_way_bytes(at_own_pace.fetch, parameters),
+        push_bytes=round(push.sent_bytes),
+        fetch_bytes=fetch_bytes,
         codec_s=sum(stage.work_s for stage in stages),
     )
 

@@ -39,7 +39,7 @@ def own_buckets(parameters: dict[str, torch.Tensor], most: int) -> list[list[str
     return list(buckets.values())
 
 
-def one_way_bytes(method: Method, parameters: Mapping[str, torch.Tensor], **options: Any) -> int:
+def one_way_bytes(method: Method, parameters: Mapping[str, torch.Tensor], options: Options | None = None) -> int:
     """Return the bytes of one worker's payload on its way to a single other one, by a dry run of two.
 
     It is a bound if the length of payloads depends on values.
@@ -47,9 +47,9 @@ def one_way_bytes(method: Method, parameters: Mapping[str, torch.Tensor], **opti
     Args:
         method: A method that exchanges gradients.
         parameters: Parameters by name; their values are not read, so ``meta`` tensors suffice.
-        options: See :class:`Options`.
+        options: Options of the link; None: the defaults.
     """
-    planner = Planner(method, parameters, 2, Options.of(options))
+    planner = Planner(method, parameters, 2, options or Options())
     return planner.sent_bytes(planner.step_order())
 
 
