@@ -305,6 +305,35 @@ def test_programs_that_end_too_soon_or_raise_end_the_replay() -> None:
         gw.replay(late, ends)
 
 
+def test_a_replay_runs_in_any_thread_but_not_beside_another_one() -> None:
+    trace, began, go_on, found = gw.MembershipTrace.scripted("ab"), threading.Event(), threading.Event(), {}
+
+    def train(membership: gw.Membership, *waiting: threading.Event) -> torch.Tensor:
+        torch.manual_seed(3)
+        x = nn.Parameter(torch.zeros(2000))
+        link = gw.Link([x], "terngrad", group=membership)
+        for event in waiting:
+            began.set()
+            event.wait(30.0)
+        for _ in range(3):
+            x.grad = torch.randn(2000)
+            link.reduce_()
+        assert x.grad is not None
+        return x.grad
+
+    alone = gw.replay(trace, train)
+    other = threading.Thread(target=lambda: found.update(gw.replay(trace, train, go_on)))
+    other.start()
+    assert began.wait(30.0)
+    # Both would draw from the same generators.
+    with pytest.raises(gw.IncompatibleError, match="another replay runs"):
+        gw.replay(trace, train)
+    go_on.set()
+    other.join(30.0)
+    again = gw.replay(trace, train)
+    assert all(torch.equal(alone[name], values[name]) for values in (found, again) for name in "ab")
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("wakes", [True, False])
 @pytest.mark.parametrize("comes_back", [True, False])

@@ -36,7 +36,8 @@ from gradwire.link.membership.replayed_link import (
     MeetOrder,
     ReplayedMembership,
     RoundOrder,
-)  # fmt: skip
+    the_only_replay,
+)
 from gradwire.link.membership.trace import MembershipTrace, TracedEpoch
 
 INTERRUPTED_S = 10.0
@@ -87,8 +88,8 @@ def replay(trace: MembershipTrace, train: Callable[..., T], *arguments: Any) -> 
       each worker, and begin with the state that they have now,
     - measured values do not decide: pass ``link_cost=`` to the link of a method that uses it.
 
-    Workers that the trace loses are ended where they next reach their link. ``membership.leave()`` and signals are of
-    no effect. Those of the last epoch go on until their programs end.
+    Workers that the trace loses are ended where they next reach their link; those of the last epoch go on until their
+    programs end. ``membership.leave()`` and signals have no effect. One replay runs at a time in a process.
 
     Args:
         trace: Who took part in which rounds.
@@ -99,7 +100,7 @@ def replay(trace: MembershipTrace, train: Callable[..., T], *arguments: Any) -> 
         The return value of each program, by name of the worker; None for a worker that was ended.
 
     Raises:
-        IncompatibleError: the trace does not begin with the training, or a program ends before the trace lets it.
+        IncompatibleError: the trace does not begin with the training, a program ends too soon, or another replay runs.
         Exception: what a program raised.
 
     Example:
@@ -116,11 +117,10 @@ def replay(trace: MembershipTrace, train: Callable[..., T], *arguments: Any) -> 
     """
     first = trace.epochs[0]
     if (first.epoch, first.round) != (1, 0):
-        raise IncompatibleError(
-            f"this trace begins with epoch {first.epoch} at round {first.round}: replay one that begins with the "
-            "training, as a member has it"
-        )
-    return _Conductor(trace, train, arguments).run()
+        where = f"epoch {first.epoch} at round {first.round}"
+        raise IncompatibleError(f"this trace begins with {where}: replay one from the beginning, as a member has it")
+    with the_only_replay():
+        return _Conductor(trace, train, arguments).run()
 
 
 class _Conductor:

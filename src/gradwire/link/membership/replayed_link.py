@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import ExchangeError, LeftOutError
+from gradwire.errors import ExchangeError, IncompatibleError, LeftOutError
 from gradwire.exchange.drivers import Meetings
 from gradwire.exchange.drivers.transports.in_process import InProcessBackend
 from gradwire.link.handshake import Terms
@@ -58,6 +60,26 @@ class Gone(BaseException):
 
 
 SEAL = Seal("the secret of a replay")
+
+_RUNNING = threading.Lock()
+
+
+@contextlib.contextmanager
+def the_only_replay() -> Iterator[None]:
+    """Let no other replay of this process run meanwhile.
+
+    Raises:
+        IncompatibleError: another one runs.
+    """
+    if not _RUNNING.acquire(blocking=False):
+        raise IncompatibleError(
+            "another replay runs in this process, and replays share the generators of torch, NumPy and Python: run one "
+            "after the other, or each in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _RUNNING.release()
 
 
 class InProcessGroup(EpochGroup):
