@@ -169,6 +169,14 @@ def test_plan_says_why_a_fast_method_is_not_recommended(calibration: Path) -> No
     assert "signsgd is not recommended for its time: it gives a direction" in result.stderr
 
 
+def test_plan_for_hundreds_of_hosts_counts_in_whole_delays_and_refuses_once(calibration: Path) -> None:
+    words = ["--profile", "lenet", "--hosts", 256, "--bandwidth", "1mbit", "--bandwidth", "1gbit", "--method", "coded"]
+    result = call("plan", *words, "--calibration", calibration)
+    assert result.exit_code == 0, result.output
+    assert " 1020 " in result.stdout
+    assert result.stderr.count("coded on 256 hosts") == 1
+
+
 def test_plan_marks_what_is_extrapolated(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     dataclasses.replace(DEFAULT, most_workers=4).save(path)

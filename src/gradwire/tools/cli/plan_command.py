@@ -93,6 +93,7 @@ def plan(options: PlanOptions) -> None:
     curves: list[tuple[str, Forecast]] = []
     advice: list[tuple[str, str]] = []
     apart: dict[str, str] = {}
+    reasons: set[str] = set()
     for name, link in links.items():
         for count in counts:
             setting = Scenario(
@@ -118,7 +119,10 @@ def plan(options: PlanOptions) -> None:
                     }
                 )
             for spec, why in refused.items():
-                print(f"gradwire: {spec} on {count} hosts: {why}", file=sys.stderr)
+                # Most do not depend on the bandwidth.
+                if (said := f"{spec} on {count} hosts: {why}") not in reasons:
+                    print(f"gradwire: {said}", file=sys.stderr)
+                reasons.add(said)
             apart |= {f.method: f.apart for f in forecasts if f.apart is not None}
     furthest_s = max(link.latency_s for link in links.values())
     for said in _about_tcp(options.congestion, congestion, furthest_s, known.timeline.compute_s):

@@ -203,7 +203,7 @@ def print_plan(rows: Sequence[Mapping[str, Any]]) -> None:
             seconds_text(row["floor_s"]),
             f"{row['speedup']:.2f} x",
             bytes_text(row["sent_bytes"]),
-            f"{row['delays']:.3g}",
+            f"{row['delays']:.3g}" if row["delays"] < 1000 else f"{row['delays']:.0f}",
             row["bottleneck"],
             "~" if row["extrapolated"] else "",
             "<- recommended" if row["recommended"] else "",
