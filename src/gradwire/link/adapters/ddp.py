@@ -125,9 +125,11 @@ def _check(module: DistributedDataParallel, group: dist.ProcessGroup | None) -> 
     hooks = [state for _, state in module._comm_hooks if not isinstance(state, DetachedLink)]
     if hooks:
         first = hooks[0]
-        what = repr(first.link.method) if isinstance(first, _Hooked) else "another communication hook"
+        what, also = "another communication hook", ""
+        if isinstance(first, _Hooked):
+            what, also = repr(first.link.method), ", or leave gw.attach out of a script that gradwire run starts"
         raise IncompatibleError(
-            f"this module already exchanges by {what}, and DDP takes one hook in its life; wrap the module anew"
+            f"this module already exchanges by {what}, and DDP takes one hook in its life; wrap the module anew{also}"
         )
     if module.mixed_precision is not None:
         raise IncompatibleError("DDP's mixed_precision takes the only hook; use torch.autocast instead")
