@@ -183,6 +183,7 @@ def test_a_link_names_the_order_that_it_was_made_with(tmp_path: Path) -> None:
 
 def turned(spec: str) -> list[str]:
     """Change the memory format of a model whose link has exchanged; return what is said."""
+    torch.manual_seed(0)
     module, told = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 1)), []
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     link = gw.Link(module.named_parameters(), spec, min_numel=0, optimizer=optimizer)

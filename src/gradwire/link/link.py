@@ -314,7 +314,7 @@ class Link(LinkState, LocalStepsUser):
             self._compared_number = self.number.value  # first round, or another number was loaded
             if (shared := share_a_number(self)) is not None:
                 runtime.warnings.once(shared, shared)
-        replicated = self._local.replicated() if self._local else self._parameters
+        replicated = self._parameters if self._local is None else self._local.replicated()
         self._replicas.begin(runtime.round, self._channel, replicated)
         learning_rates = self._rates.read()
         skipped = before is not None and before.skipped and before.number == runtime.round - 1

@@ -37,8 +37,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}Known: {', '.join(names)}"
+    listed = ", ".join(names)
+    return f"did you mean {close[0]}? Known: {listed}" if close else f"known: {listed}"
 
 
 def check_known(what: str, value: str, known: Iterable[str], owner: str = "") -> None:
