@@ -180,8 +180,10 @@ def test_a_choice_asked_for_in_the_warm_up_is_made_after_it(loaded: bool) -> Non
 
 
 def test_at_equal_speed_the_candidate_listed_first_is_taken() -> None:
-    world = World({"fp32": 1.0, "bf16": 0.999, "terngrad": 0.995}, 1e9, SIZES)
+    world = World({"fp32": 1.0, "bf16": 0.999, "terngrad": 0.975}, 1e9, SIZES)
     assert world.train(40)[-1] == "fp32"
+    world = World({"fp32": 1.0, "bf16": 0.98, "terngrad": 0.965}, 1e9, SIZES)
+    assert world.train(40)[-1] == "bf16"
 
 
 def test_rounds_in_which_buffers_grow_do_not_count() -> None:

@@ -29,8 +29,8 @@ OWN_STATE = ("fallback_measured",)
 RESIDUAL = "residual"
 """Kind of the vectors that candidates pass on to each other: the parts not sent so far, by parameter."""
 
-TIE = 0.01
-"""Relative difference of step times below which the candidate listed first is taken."""
+TIE = 0.03
+"""Relative difference of step times below which the candidate listed first is taken: noise is as large."""
 
 CLOSE = 1.3
 """Candidates that take up to this many times the least step time are tried again.
