@@ -281,7 +281,7 @@ def section() -> list[str]:
         "",
         *(paragraph(ordering, found) for ordering in ORDERINGS),
         "",
-        "### Why SparseLoCo is behind",
+        "### What SparseLoCo's settings change",
         "",
         "The table shows SparseLoCo's defaults with one field changed, from one seed, at the learning rate that is best for the defaults "
         f"({found['study'][0]['lr']:g})."
