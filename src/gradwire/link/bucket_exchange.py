@@ -106,7 +106,7 @@ class StepBuffer:
             future.set_result(flat)
 
     def _pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the parts of the buckets, and those of the vector, to be copied in one call: one each takes longer."""
+        """Return each parameter's part of its bucket and, at the same index, of the vector, for one call of copies."""
         flats: list[torch.Tensor] = []
         parts: list[torch.Tensor] = []
         for names, flat, _ in self._buckets:
@@ -185,11 +185,11 @@ class BucketExchange:
         """
         self.round.began(self.flat.numel(), last)
         lanes, chunks = self.runtime.lanes, range(self.plan.chunks)
+        if self._starts_at_once and self.flat.numel() * self.flat.element_size() <= SMALL_BYTES:
+            lanes = lanes[:1]
         first = lanes[self.bucket % len(lanes)]
         in_turn = [lanes[(self.bucket + chunk) % len(lanes)] for chunk in chunks]
         if self._starts_at_once:
-            if self.flat.numel() * self.flat.element_size() <= SMALL_BYTES:
-                in_turn = [lanes[0]] * len(chunks)
             for chunk, lane in zip(chunks, in_turn):
                 fail = partial(self._fail, chunk)
                 lane.run(self._chunk(chunk), then=self._finish_chunk, fail=fail, at_once=True)
