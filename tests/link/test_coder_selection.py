@@ -292,7 +292,7 @@ def auto_with_coded() -> list[dict[str, Any]]:
     parameter = torch.nn.Parameter(torch.zeros(SIZE))
     link = gw.Link([("w", parameter)], gw.Auto(candidates=("coded", "terngrad"), turns=1, steps=1))
     records = []
-    for _ in range(26):
+    for _ in range(28):
         exchanged(link, parameter, 1)
         records.append(link.record())
     coder = json.loads(bytes(link.state_dict()["global"]["coder"].tolist()))

@@ -50,8 +50,8 @@ class Auto(Method):
     Attributes:
         candidates: Specs in order of preference at equal speed. None of the defaults has a residual.
         turns: Number of turns, in each of which all candidates are tried. Those that take up to 1.3 times the least
-            time are then tried in as many more, or, as long as that takes no more than five seconds, in up to eight
-            times as many: what is measured there decides.
+            time are then tried in as many more, which have up to eight times as many steps as long as that takes no
+            more than five seconds: what is measured there decides.
         steps: Number of steps of each candidate in a turn.
         residuals: Try PowerSGD, ACP-SGD, a hundredth of the elements with error feedback, and signs with error
             feedback, too. A candidate listed by the user replaces the one of its class. Those that were measured

@@ -39,7 +39,8 @@ Noise is not all: in the first turns, connections still widen their windows, whi
 """
 
 FINAL_S, MOST_FINAL = 5.0, 8
-"""Seconds that the second part of a trial may take, if it has no more than so many times the turns of the first."""
+"""Seconds for the second part of a trial, whose turns have at least the steps of the first part's, and at most this
+many times as many: where methods alternate after a few steps, each step finds the caches and windows of another."""
 
 HOPELESS = 1.5
 """A candidate is not tried if its bytes alone take this many times the step of the one with the fewest bytes."""
@@ -181,7 +182,7 @@ class Autotuner:
     The time of a round runs from its first bucket to that of the next, so that it includes the whole exchange and all
     waits of the user. The candidate with the fewest bytes is tried first. The time of its step and a measurement of the
     network show which candidates are too slow because of their bytes; these are left out. The others are tried in
-    turns. Those within :data:`CLOSE` of the fastest are then tried in more turns, whose times alone decide between
+    turns. Those within :data:`CLOSE` of the fastest are then tried in longer turns, whose times alone decide between
     them: more steps cost little, since none of them is much slower. If several are within :data:`TIE` of the least
     time, the one listed first is kept. All decisions are functions of numbers that every rank has gathered.
 
@@ -216,7 +217,7 @@ class Autotuner:
         # DDP changes its buckets after the first round, and buffers grow in the second: neither is timed.
         self._schedule = [Trial(self._smallest, timed) for timed in (False, False, True, True)]
         self._left_out = dict(self._never)
-        self._tried, self._final_turns = False, 0
+        self._tried, self._final_steps = False, 0
         self._samples: dict[str, list[float]] = {}
         self._running: Trial | None = None
         self._begun_s = 0.0
@@ -327,17 +328,17 @@ class Autotuner:
             self.fix(chosen[0], "the link makes every other candidate slower")
             return
         self._schedule = [Trial(spec, False) for spec in chosen]
-        self._take_turns(chosen, self.method.turns)
+        self._take_turns(chosen, self.method.steps)
 
-    def _take_turns(self, specs: Sequence[str], turns: int) -> None:
-        """Schedule turns of candidates, and forget the times so far."""
+    def _take_turns(self, specs: Sequence[str], steps: int, final: bool = False) -> None:
+        """Schedule turns of candidates, and forget the times so far; the first steps of final turns are not timed."""
         self._samples = {}
-        for _ in range(turns):
+        for _ in range(self.method.turns):
             for before, spec in zip([specs[-1], *specs], specs):
-                if before in self._keepers and spec not in self._keepers:
-                    # This round also sends residuals that were left.
+                if final or (before in self._keepers and spec not in self._keepers):
+                    # A round after a keeper's also sends the residuals that were left.
                     self._schedule.append(Trial(spec, False))
-                self._schedule += [Trial(spec, True)] * self.method.steps
+                self._schedule += [Trial(spec, True)] * steps
 
     def _over_the_link(self, spec: str, probed: Probed) -> tuple[float, float]:
         """Return the bytes of a step that leave a host, and the least seconds for them: 0 if no network limits."""
@@ -354,15 +355,15 @@ class Autotuner:
         self._means |= means
         best_s, turns, steps = min(means.values()), self.method.turns, self.method.steps
         close = [spec for spec in specs if means[spec] <= best_s * CLOSE]
-        if len(close) > 1 and not self._final_turns:
-            turn_s = steps * sum(means[spec] for spec in close)
-            self._final_turns = min(max(turns, int(FINAL_S / max(turn_s, 1e-9))), MOST_FINAL * turns)
-            self._take_turns(close, self._final_turns)
+        if len(close) > 1 and not self._final_steps:
+            step_of_each_s = turns * sum(means[spec] for spec in close)
+            self._final_steps = min(max(steps, int(FINAL_S / max(step_of_each_s, 1e-9))), MOST_FINAL * steps)
+            self._take_turns(close, self._final_steps, final=True)
             return
         choice = next(spec for spec in specs if means[spec] <= best_s * (1 + TIE))
         reason = f"the fastest of {len(self._means)} in {turns} turns of {steps} steps"
-        if self._final_turns:
-            reason += f", and of the {len(specs)} closest in {self._final_turns} more"
+        if self._final_steps:
+            reason += f", and of the {len(specs)} closest in {turns} of {self._final_steps}"
         self.fix(choice, reason)
 
     def returned(self) -> None:
