@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradwire.tools.experiments.errors import UsageError, nearest
+from gradwire.tools.experiments.errors import UsageError, check_known
 from gradwire.tools.experiments.tasks.logreg import SPLITS, split_order
 from gradwire.tools.experiments.tasks.readers import read_libsvm
 
@@ -53,8 +53,7 @@ class LogisticProblem:
         Raises:
             UsageError: a setting makes no sense, or there are fewer rows than workers.
         """
-        if split not in SPLITS:
-            raise UsageError(f"unknown split {split!r}: {nearest(split, SPLITS)}")
+        check_known("split", split, SPLITS)
         share = labels.numel() // workers
         if not share:
             raise UsageError(f"{labels.numel()} rows cannot be shared by {workers} workers: use fewer workers")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "BackendError",
@@ -67,3 +68,48 @@ class LeftOutError(ExchangeError):
 
     The gradient that it has belongs to parameters that it no longer has: compute it again.
     """
+
+
+MOST_NAME = 100
+"""Largest number of characters of an unknown name that are compared with known ones."""
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the part of a message that has the known name nearest to a wrong one, or "" if none is near.
+
+    Example:
+        >>> did_you_mean("terngrd", ["terngrad", "qsgd"]), did_you_mean("foo", ["terngrad", "qsgd"])
+        ("; did you mean 'terngrad'?", '')
+    """
+    near = difflib.get_close_matches(name[:MOST_NAME].lower(), list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def unknown(what: str, name: str, known: Iterable[str], where: str = "") -> str:
+    """Return the message about an unknown name, with the nearest known one and a list of all.
+
+    Args:
+        what: What has the name, such as "method".
+        name: The name.
+        known: The known names.
+        where: What the name belongs to, such as " of TernGrad".
+
+    Example:
+        >>> unknown("field", "clp", ["clip", "ahead"], " of TernGrad")
+        "unknown field 'clp' of TernGrad; did you mean 'clip'? (known: clip, ahead)"
+    """
+    names = list(known)
+    return f"unknown {what} {shortened(name)!r}{where}{did_you_mean(name, names)} (known: {', '.join(names) or 'none'})"
+
+
+def shortened(text: str, most: int = 600) -> str:
+    """Return a text for a message, without its middle if it is longer than ``most`` characters.
+
+    Example:
+        >>> shortened("a" * 100, 40)
+        'aaaaaaaaaaaaaaaa... [80 characters] ...aaaa'
+    """
+    if len(text) <= most:
+        return text
+    head, tail = most * 2 // 5, most // 10
+    return f"{text[:head]}... [{len(text) - head - tail} characters] ...{text[-tail:]}"

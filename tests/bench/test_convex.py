@@ -140,7 +140,7 @@ def test_what_cannot_be_solved_is_refused(small_libsvm: Path, problem: LogisticP
         problem.regularised(l2=0.0)
     with pytest.raises(UsageError, match="l1 = -1"):
         problem.regularised(l2=0.1, l1=-1.0)
-    with pytest.raises(UsageError, match="did you mean label"):
+    with pytest.raises(UsageError, match="did you mean 'label"):
         LogisticProblem.from_file(small_libsvm, workers=2, l2=0.1, split="lable")
     with pytest.raises(UsageError, match="90 rows cannot be shared by 91"):
         LogisticProblem.from_file(small_libsvm, workers=91, l2=0.1)

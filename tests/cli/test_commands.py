@@ -45,7 +45,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "digts"], "did you mean digits"),
+        (["train", "digts"], "did you mean 'digits'"),
         (["train", "digits", "--method", "terngrd"], "did you mean 'terngrad'"),
         (["train", "digits", "--method", "TernGrad(clop=2)"], "did you mean 'clip'"),
         (["train", "digits", "--method", "TernGrad(clip="], "is not a method spec"),
@@ -55,7 +55,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         (["train", "digits", "--workers", "5"], "--batch 65"),
         (["train", "digits", "--workers", "640", "--batch", "640"], "more than this machine can start"),
         (["train", "digits", "--lab", ""], "an empty lab"),
-        (["train", "digits", "--optimizer", "sdg"], "did you mean sgd"),
+        (["train", "digits", "--optimizer", "sdg"], "did you mean 'sgd'"),
         (["train", "digits", "--lr", "-1"], "must be a positive number"),
         (["train", "digits", "--exclude", "nothing.*"], "matches no parameter"),
         (["train", "digits", "--collective", "ring"], "unknown collective"),

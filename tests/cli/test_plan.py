@@ -198,7 +198,7 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--profile", "lenett"], "did you mean lenet"),
+        (["--profile", "lenett"], "did you mean 'lenet"),
         (["--profile", "nothing.py"], "does not exist"),
         (["--profile", "mnist"], "needs --data"),
         (["--hosts", "1"], "one worker exchanges nothing"),
@@ -217,7 +217,7 @@ def test_plan_says_what_to_do_and_draws_a_curve(calibration: Path, tmp_path: Pat
             for name in ("lenet", "train.py", "profile.json")
         ],
         (["--method", "terngrat"], "did you mean 'terngrad'"),
-        (["--calibration", "no_such.json"], "holds no calibration"),
+        (["--calibration", "no_such.json"], "the calibration no_such.json cannot be read (No such file"),
         (["--calibration-limit", "0"], "seconds above 0"),
         (["--calibration-limit", "nan"], "seconds above 0"),
         (["--calibration", "no_such.jsonl"], "no_such.jsonl does not exist"),

@@ -148,7 +148,7 @@ def test_the_loss_is_the_mean_over_known_labels_whatever_the_partition() -> None
     ("settings", "told"),
     [
         ({"graph": "cora"}, "unknown graph 'cora'"),
-        ({"model": "gnc"}, "did you mean gcn"),
+        ({"model": "gnc"}, "did you mean 'gcn"),
         ({"partition": "metis"}, "unknown partition"),
         ({"batch": 8}, "leave --batch out"),
         ({"layers": 0}, "layers = 0"),

@@ -133,7 +133,7 @@ def test_the_small_vector_is_compressed(plan: RunConfig, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"split": "labels"}, "did you mean label"),
+        ({"split": "labels"}, "did you mean 'label"),
         ({"l2": -1.0}, "l2 = -1.0"),
         ({"l1": math.inf}, "l1 = inf"),
         ({"batch": -1}, "batch = -1: must be at least 0"),
@@ -231,4 +231,4 @@ def test_the_command_line_compares_methods_on_it(small_libsvm: Path, tmp_path: P
     assert (settings["l1"], settings["split"], settings["batch"]) == (0.01, "random", 0)
     refused = CliRunner().invoke(app, ["train", "digits", "--l2", "0.1"])
     assert refused.exit_code == 2
-    assert "task digits has no setting 'l2'" in refused.stderr
+    assert "unknown setting 'l2' of the task digits" in refused.stderr

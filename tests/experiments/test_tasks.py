@@ -21,17 +21,17 @@ from gradwire.tools.experiments.tasks.text import LENGTH, standard_library
 
 
 def test_unknown_names_get_the_nearest_one() -> None:
-    with pytest.raises(UsageError, match="did you mean digits"):
+    with pytest.raises(UsageError, match="did you mean 'digits"):
         build("digts")
-    with pytest.raises(UsageError, match="did you mean batch"):
+    with pytest.raises(UsageError, match="did you mean 'batch"):
         build("digits", bach=3)
-    with pytest.raises(UsageError, match="did you mean adam"):
+    with pytest.raises(UsageError, match="did you mean 'adam"):
         build("digits", optimizer="adams")
 
 
 def test_a_setting_of_another_task_is_refused_only_where_it_is_set() -> None:
     assert build("digits", l1=None) == build("digits")
-    with pytest.raises(UsageError, match="digits has no setting 'l1'"):
+    with pytest.raises(UsageError, match="unknown setting 'l1' of the task digits"):
         build("digits", l1=0.0)
 
 
@@ -146,7 +146,7 @@ def test_the_text_has_two_models_and_the_transformer_sees_no_later_byte() -> Non
     assert torch.equal(before[:, :40], after[:, :40])
     assert not torch.equal(before[:, 40:], after[:, 40:])
     assert type(build("text").build_model()).__name__ == "Gru"
-    with pytest.raises(UsageError, match="unknown model 'transfomer' of the task text: did you mean transformer"):
+    with pytest.raises(UsageError, match="unknown model 'transfomer' of the task text; did you mean 'transformer"):
         build("text", model="transfomer")
 
 

@@ -180,7 +180,7 @@ def test_parameters_of_the_root_module_that_ddp_reduces_all_the_same_are_part_of
 def test_a_model_and_a_task_are_profiled_by_name() -> None:
     assert profile_name("lenet").numel == 431_080
     assert profile_name("digits").timeline.compute_s > 0
-    with pytest.raises(UsageError, match="did you mean lenet"):
+    with pytest.raises(UsageError, match="did you mean 'lenet"):
         profile_name("lenett")
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, TypeGuard
 
-from gradwire.errors import HyperparameterError
-
-MOST_NAME = 100
-"""Largest number of characters of an unknown name that are compared with known ones."""
+from gradwire.errors import HyperparameterError, unknown
 
 
 def is_whole(value: object, least: int | None = None, most: int | None = None) -> TypeGuard[int]:
@@ -86,23 +82,3 @@ def check_fields(kind: type[Any], unnamed: int, named: Iterable[str]) -> None:
 def signature(kind: type[Any]) -> str:
     """Return the signature of a frozen dataclass, without values."""
     return f"{kind.__name__}({', '.join(each.name + '=...' for each in fields(kind))})"
-
-
-def unknown(what: str, name: str, known: Sequence[str], where: str = "") -> str:
-    """Return the message about an unknown name, with the nearest known one."""
-    near = difflib.get_close_matches(name[:MOST_NAME].lower(), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {shortened(name)!r}{where}{hint} (known: {', '.join(known) or 'none'})"
-
-
-def shortened(text: str, most: int = 600) -> str:
-    """Return a text for a message, without its middle if it is longer than ``most`` characters.
-
-    Example:
-        >>> shortened("a" * 100, 40)
-        'aaaaaaaaaaaaaaaa... [80 characters] ...aaaa'
-    """
-    if len(text) <= most:
-        return text
-    head, tail = most * 2 // 5, most // 10
-    return f"{text[:head]}... [{len(text) - head - tail} characters] ...{text[-tail:]}"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from gradwire.errors import HyperparameterError, IncompatibleError
-from gradwire.exchange.fields import check_fields, shortened
+from gradwire.errors import HyperparameterError, IncompatibleError, shortened
+from gradwire.exchange.fields import check_fields
 from gradwire.exchange.fields import is_number as is_number
 from gradwire.exchange.fields import is_whole as is_whole
 from gradwire.exchange.fields import plain as plain

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from gradwire.errors import HyperparameterError
+from gradwire.errors import HyperparameterError, unknown
 from gradwire.kernels.compiling import cache_folder, compile_time, in_turn
 from gradwire.kernels.entropy.base import CODERS, SectionCoder
 from gradwire.kernels.entropy.select import get_coder
@@ -128,8 +127,5 @@ def known_families(names: Iterable[str]) -> list[str]:
     wanted, known = list(dict.fromkeys(names)), (*FAMILIES, *CODERS)
     for name in wanted:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-            raise HyperparameterError(
-                f"no family of kernels {name!r}: did you mean {near!r}? There are {', '.join(known)}"
-            )
+            raise HyperparameterError(unknown("family of kernels", name, known))
     return wanted

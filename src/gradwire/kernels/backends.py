@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 import time
 import warnings
@@ -13,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import BackendError, HyperparameterError
+from gradwire.errors import BackendError, HyperparameterError, unknown
 from gradwire.kernels.api import Backend, Kernels
 from gradwire.kernels.compiling import default_file, read_times, write_times
 from gradwire.kernels.families import OPERATIONS, compiled_loops
@@ -296,6 +295,5 @@ def get_kernels(name: str = "auto", threads: int = 1) -> Kernels:
     if threads < 1:
         raise HyperparameterError(f"threads={threads}: a kernel needs at least one")
     if name not in BACKENDS:
-        near = difflib.get_close_matches(name, BACKENDS, 1, 0.0)[0]
-        raise HyperparameterError(f"no kernel backend {name!r}: did you mean {near!r}? There are {', '.join(BACKENDS)}")
+        raise HyperparameterError(unknown("kernel backend", name, BACKENDS))
     return Kernels(BACKENDS[name](threads))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from gradwire.errors import HyperparameterError
-from gradwire.exchange.fields import check_fields, operand, shortened, signature, unknown
+from gradwire.errors import HyperparameterError, did_you_mean, shortened, unknown
+from gradwire.exchange.fields import check_fields, operand, signature
 from gradwire.exchange.method import MOST_BITS, Method, require
 from gradwire.methods.registry import METHODS
 from gradwire.optim import KINDS
@@ -144,7 +143,7 @@ def _value(field: str, node: ast.expr, spec: str, also: Mapping[str, type[Any]])
         # As written by repr, which is not a literal.
         return sign * math.inf
     if isinstance(node, ast.Name) and field != "compressor" and _key(node.id) not in (*_BY_NAME, *_OPERATORS, *also):
-        near = difflib.get_close_matches(node.id.capitalize(), ("None", "True", "False"), n=1, cutoff=0.7)
+        near = [word for word in ("None", "True", "False") if did_you_mean(node.id, [word.lower()], cutoff=0.7)]
         hint = f"; did you mean {near[0]}?" if near else ": a text has quotes"
         raise HyperparameterError(f"{field}={shortened(node.id)} is no value{hint}")
     return _build(node, spec, also)
@@ -168,4 +167,4 @@ def _kind(name: str, also: Mapping[str, type[Any]]) -> type[Any]:
     if found is not None:
         return found
     known = dict.fromkeys(kind.name for kind in (*also.values(), *_KINDS))
-    raise HyperparameterError(unknown("method", name, list(known)))
+    raise HyperparameterError(unknown("method", name, known))

@@ -286,7 +286,7 @@ class Machine:
         """Read the file that :meth:`save` wrote.
 
         Raises:
-            HyperparameterError: the file holds no calibration.
+            HyperparameterError: the file cannot be read, or holds no calibration.
         """
         known = {f.name for f in fields(cls)}
         try:
@@ -296,7 +296,11 @@ class Machine:
             if missing or wrong:
                 raise ValueError(f"it lacks {', '.join(missing)}" if missing else f"{wrong[0]} is {found[wrong[0]]!r}")
             return cls(**{k: v for k, v in found.items() if k in known})
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise HyperparameterError(
+                f"the calibration {path} cannot be read ({error.strerror}): make one with gradwire plan --calibrate"
+            ) from None
+        except (ValueError, TypeError, AttributeError) as error:
             raise HyperparameterError(
                 f"{path} holds no calibration ({error}): make one with gradwire plan --calibrate"
             ) from None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, get_args
 
-from gradwire.errors import HyperparameterError, IncompatibleError
+from gradwire.errors import HyperparameterError, IncompatibleError, did_you_mean, unknown
 from gradwire.exchange.method import Method, check_seed, is_number, is_whole, require
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.protocols import PROTOCOLS, REDUCE_SCATTER, SHARED_OUT
@@ -133,9 +132,7 @@ class Options:
         known = list(cls.__dataclass_fields__)
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise HyperparameterError(f"unknown option {name!r}{hint} (known: {', '.join(known)})")
+                raise HyperparameterError(unknown("option", name, known))
         return cls(**given)
 
     def _scattered(self, method: Method) -> tuple[str, ...]:
@@ -184,9 +181,7 @@ class Options:
             return tuple(method.traits.collectives)
         known = tuple(dict.fromkeys(("auto", "all_reduce", *PROTOCOLS, *SHARED_OUT)))
         if self.collective not in known:
-            near = difflib.get_close_matches(self.collective, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise HyperparameterError(f"unknown collective {self.collective!r}{hint} (known: {', '.join(known)})")
+            raise HyperparameterError(unknown("collective", self.collective, known))
         if self.collective not in method.traits.collectives:
             raise IncompatibleError(
                 f"{method!r} cannot travel by {self.collective}"
@@ -221,8 +216,7 @@ def dense_names(sizes: dict[str, int], options: Options, method: Method) -> froz
     for pattern in options.exclude:
         found = {name for name in sizes if fnmatchcase(name, pattern)}
         if not found:
-            near = difflib.get_close_matches(pattern, sizes, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(pattern, sizes, cutoff=0.4)  # stars are in no name
             raise HyperparameterError(f"exclude pattern {pattern!r} matches no parameter{hint}")
         dense |= found
     return frozenset(dense)

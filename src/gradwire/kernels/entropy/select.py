@@ -7,7 +7,6 @@ are stored beside the compiled code. The chosen variants are compared with the r
 
 from __future__ import annotations
 
-import difflib
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from gradwire.errors import BackendError, HyperparameterError
+from gradwire.errors import BackendError, HyperparameterError, unknown
 from gradwire.kernels.compiling import default_file, read_times, write_times
 from gradwire.kernels.entropy.base import CODERS, PARTS, SCALAR, VARIANTS, Body, Bytes, Coder, SectionCoder, Variants
 from gradwire.kernels.entropy.reference import reference_body
@@ -238,5 +237,4 @@ def get_coder(name: str, backend: str = "auto") -> SectionCoder:
 
 def _known(what: str, name: str, names: tuple[str, ...]) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1, 0.0)[0]
-        raise HyperparameterError(f"no {what} {name!r}: did you mean {near!r}? There are {', '.join(names)}")
+        raise HyperparameterError(unknown(what, name, names))

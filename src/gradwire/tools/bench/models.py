@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradwire.tools.experiments.errors import UsageError, nearest
+from gradwire.tools.experiments.errors import check_known
 from gradwire.tools.experiments.tasks import build
 from gradwire.tools.experiments.tasks.cifar10 import Residual
 from gradwire.tools.experiments.tasks.text import Transformer
@@ -108,6 +108,5 @@ def bench_model(name: str) -> BenchModel:
     Raises:
         UsageError: there is no model of that name.
     """
-    if name not in MODELS:
-        raise UsageError(f"no model {name!r} to benchmark: {nearest(name, MODELS)}")
+    check_known("model", name, MODELS, " to benchmark")
     return MODELS[name]

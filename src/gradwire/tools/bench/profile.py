@@ -22,7 +22,7 @@ from gradwire.model.profile import Profile, Recorder
 from gradwire.tools.bench.models import MODELS
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.engine import build_model
-from gradwire.tools.experiments.errors import UsageError, WorkerError, nearest
+from gradwire.tools.experiments.errors import UsageError, WorkerError, check_known
 from gradwire.tools.experiments.launch import loopback
 from gradwire.tools.experiments.order import share
 from gradwire.tools.experiments.tasks import ALL, build
@@ -52,8 +52,7 @@ def profile_name(name: str, data: str | None = None) -> Profile:
         batch = model.batch(torch.Generator().manual_seed(0))
         return profile_module(name, model.make, lambda module, step: model.loss(module, batch))
     tasks = [task.name for task in ALL]
-    if name not in tasks:
-        raise UsageError(f"nothing named {name!r} to profile: {nearest(name, [*tasks, *MODELS])}, or a .py script")
+    check_known("task or model", name, [*tasks, *MODELS], " to profile, which is no .py script either")
     return profile_plan(RunConfig(task=build(name, data=data)))
 
 

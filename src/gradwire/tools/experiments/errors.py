@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, unknown
 
 
 class UsageError(GradwireError, ValueError):
@@ -28,19 +27,6 @@ class WorkerError(GradwireError):
     """A worker process ended before it was done, and the others were ended."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the tail of a sentence: the known name nearest to a wrong one, and the list of all.
-
-    Example:
-        >>> nearest("digts", ["digits", "text"])
-        'did you mean digits? Known: digits, text'
-    """
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    listed = ", ".join(names)
-    return f"did you mean {close[0]}? Known: {listed}" if close else f"known: {listed}"
-
-
 def check_known(what: str, value: str, known: Iterable[str], owner: str = "") -> None:
     """Refuse a value that is none of the known ones.
 
@@ -54,4 +40,4 @@ def check_known(what: str, value: str, known: Iterable[str], owner: str = "") ->
         UsageError: the value is not known; the message names the nearest one.
     """
     if value not in known:
-        raise UsageError(f"unknown {what} {value!r}{owner}: {nearest(value, known)}")
+        raise UsageError(unknown(what, value, known, owner))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gradwire.tools.experiments.errors import UsageError, check_known, nearest
+from gradwire.tools.experiments.errors import check_known
 from gradwire.tools.experiments.tasks.base import Source, Task
 from gradwire.tools.experiments.tasks.cifar10 import Cifar10
 from gradwire.tools.experiments.tasks.digits import Digits
@@ -31,6 +31,5 @@ def build(name: str, **settings: Any) -> Task:
     fields = [field.name for field in dataclasses.fields(chosen)]
     asked = {key: value for key, value in settings.items() if value is not None}
     for key in asked:
-        if key not in fields:
-            raise UsageError(f"task {name} has no setting {key!r}: {nearest(key, fields)}")
+        check_known("setting", key, fields, f" of the task {name}")
     return chosen(**asked)
