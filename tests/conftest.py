@@ -19,6 +19,8 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 
 # As torchrun sets it: tests start many processes beside each other, whose threads would wait for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests start hundreds of processes. Each would compile the 360 modules of the package anew, which takes a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import triton_first
 
@@ -40,6 +42,7 @@ from gradwire.link.membership.store_connections import forget_name_servers
 from interpreters import forks_for
 from ranks import Ranks, start_server
 
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 triton_first.import_kernels()
 # Torch's store has the name of each connection's other end looked up, at both ends, and waits for the answer. A name
