@@ -124,6 +124,8 @@ class Cast(Method):
             min_numel=0,
             scatters=True,
             rounds_sums=self.dtype.itemsize < 4,
+            on_device=True,
+            unbiased=False,
         )
 
     @property
@@ -191,7 +193,6 @@ class FP32(Cast):
     def declare(self) -> Traits:
         return replace(
             super().declare(),
-            on_device=True,
             unbiased=True,
             omega_formula="0",
         )
@@ -224,13 +225,6 @@ class FP16(Cast):
     )
     delta_formula: ClassVar[str | None] = "1 - 2^-22"
 
-    def declare(self) -> Traits:
-        return replace(
-            super().declare(),
-            on_device=True,
-            unbiased=False,
-        )
-
     def delta_of(self, numel: int | None = None) -> float:
         return 1 - 2.0**-22
 
@@ -254,13 +248,6 @@ class BF16(Cast):
         bits_per_element=16.0,
     )
     delta_formula: ClassVar[str | None] = "1 - 2^-16"
-
-    def declare(self) -> Traits:
-        return replace(
-            super().declare(),
-            on_device=True,
-            unbiased=False,
-        )
 
     def delta_of(self, numel: int | None = None) -> float:
         return 1 - 2.0**-16

@@ -70,8 +70,8 @@ class _Prepared:
     scales: torch.Tensor
 
 
-class CodedMean(BucketPlan):
-    """Plan that averages codes of the leader's elements, and decodes the mean code."""
+class CodingPlan(BucketPlan):
+    """Base of the plans of the third phase: a code and scales of the leader's elements, and dense parameters beside."""
 
     chunks = 1
 
@@ -84,8 +84,12 @@ class CodedMean(BucketPlan):
         self._elements = LeadersElements(setting, method.density, ordered=method.order == "value")
         self._scales = ElementScales(self._elements.counts)
         numel = [s.numel for s in light]
-        self._table = SegmentTable([s.offset for s in light], numel, [0] * len(numel), [(0, 0)] * len(numel))
+        self._segments = SegmentTable([s.offset for s in light], numel, [0] * len(numel), [(0, 0)] * len(numel))
         self._code = latent_length(self._elements.numel)
+
+
+class CodedMean(CodingPlan):
+    """Plan that averages codes of the leader's elements, and decodes the mean code."""
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[_Prepared]:
         tag, due = self._method.tag, context.round == self._method.first_compressed
@@ -95,7 +99,7 @@ class CodedMean(BucketPlan):
         scales = flat.new_empty(len(self._light))
         if not flat.is_meta:
             scales = self._scales.of(flat[places])
-            scales[~self._setting.kernels.finite(flat, self._table)] = torch.inf
+            scales[~self._setting.kernels.finite(flat, self._segments)] = torch.inf
         scales = yield Reduce(scales, "max")
         return _Prepared(weights, places, scales)
 

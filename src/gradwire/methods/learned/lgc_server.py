@@ -12,14 +12,12 @@ from gradwire.exchange.codecs import Draw, Summary
 from gradwire.exchange.ops import Exchange
 from gradwire.exchange.protocols import Context, Outcome, broadcast, collected, leader
 from gradwire.exchange.protocols.bucket_plan import BucketPlan, PlanSetting, SectionPlan
-from gradwire.exchange.protocols.division import join
 from gradwire.exchange.segments import Segment, divide
 from gradwire.exchange.wire import OrAbsent, Packing, Whole, padded
 from gradwire.kernels import SegmentTable
-from gradwire.methods.learned.autoencoder import TRAINER, ElementScales, Training, latent_length, told
-from gradwire.methods.learned.lgc_all_reduce import VECTORS, CodingMethod
-from gradwire.methods.low_rank.float_means import Beside, mean_of_floats
-from gradwire.methods.sparse.clt_k import LeadersElements
+from gradwire.methods.learned.autoencoder import TRAINER, Training, told
+from gradwire.methods.learned.lgc_all_reduce import VECTORS, CodingMethod, CodingPlan
+from gradwire.methods.low_rank.float_means import mean_of_floats
 from gradwire.methods.sparse.sparse_codec import LargestRule, Rule, SparseCodec, SparseSummary
 from gradwire.methods.sparse.sparse_values import CastValues, UnitTable
 from gradwire.methods.sparse.top_k import TopK
@@ -132,22 +130,12 @@ class _Told:
     code: torch.Tensor | None = None
 
 
-class CommonCode(BucketPlan):
+class CommonCode(CodingPlan):
     """Plan that sends the leader's code and all innovations to the server, and the server's mean to all."""
 
-    chunks = 1
-
     def __init__(self, method: CodingMethod, setting: PlanSetting, training: Training) -> None:
-        self._method, self._setting, self._training = method, setting, training
-        self.collective = setting.collective
-        light, dense = divide(setting.segments)
-        self._light, self._beside = light, Beside(dense)
-        self.runs = [join((s.offset, s.offset + s.numel) for s in light)]
-        self._elements = LeadersElements(setting, method.density, ordered=method.order == "value")
-        self._scales = ElementScales(self._elements.counts)
-        numel = [s.numel for s in light]
-        self._segments = SegmentTable([s.offset for s in light], numel, [0] * len(numel), [(0, 0)] * len(numel))
-        table = self._table = UnitTable(light, [1] * len(light))
+        super().__init__(method, setting, training)
+        table = self._table = UnitTable(self._light, [1] * len(self._light))
         values, own, few = CastValues(torch.float32), LargestRule(method.density), LargestRule(method.innovation)
         world = setting.world_size
 
@@ -160,7 +148,6 @@ class CommonCode(BucketPlan):
         if setting.coder is not None:
             for codec in (self._few, self._mean):
                 codec.use_coder(setting.coder)
-        self._code = latent_length(self._elements.numel)
         self._every = table.places(torch.arange(table.units, dtype=torch.int32, device="cpu")).long()
 
     def prepare(self, context: Context, flat: torch.Tensor) -> Exchange[torch.Tensor]:
