@@ -68,7 +68,7 @@ def fast_links_section() -> list[str]:
         "### Small models on fast links",
         "",
         "On such links the network hardly matters, every method costs something, and steps scatter by a tenth, so that choices are hardest here. Candidates that are close are"
-        " tried again, in up to eight times as many turns; the grid above was measured before that. `gradwire bench step ... --out benchmarks/results/speed/step_fast_links.jsonl`"
+        " tried again, in turns of up to eight times as many steps; these cells were measured when there were more turns instead of longer ones. `gradwire bench step ... --out benchmarks/results/speed/step_fast_links.jsonl`"
         " measured these cells on another machine, and `python benchmarks/speed/auto_cells.py --rows ...` judged them.",
         "",
         *_judged(found),
