@@ -2,9 +2,9 @@
 
     sudo env "PATH=$PATH" gradwire lab --hosts 3 --bandwidth 100mbit -- python examples/published_lab.py
 
-Or on machines of a cluster:
+Or, the same on each of three machines, of which HOST is one:
 
-    torchrun --nnodes 3 --nproc-per-node 1 --rdzv-endpoint HOST:29400 published_lab.py
+    torchrun --nnodes 3 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 published_lab.py
 
 Rank 0 trains and publishes in bfloat16, to a store that it serves itself. The other ranks poll that store. Nothing here
 is collective: a reader may begin late, or end.
