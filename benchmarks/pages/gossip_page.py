@@ -49,7 +49,7 @@ COLUMNS = (
 LINKS = """\
 ## One slow link
 
-    sudo gradwire lab --hosts 4 --bandwidth 100mbit --host 2=10mbit -- python benchmarks/speed/gossip_links.py ...
+    sudo env "PATH=$PATH" gradwire lab --hosts 4 --bandwidth 100mbit --host 2=10mbit -- python benchmarks/speed/gossip_links.py ...
 
 {workers} emulated hosts ({links}) train a perceptron with 0.27 M parameters in DDP. The table shows the seconds of a step over {steps} steps,
 measured three times.

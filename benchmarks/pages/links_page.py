@@ -41,7 +41,7 @@ def network_section() -> list[str]:
     lines = [
         "## Emulated links",
         "",
-        "`sudo python benchmarks/speed/lab_network.py` measured two hosts of `gradwire lab`. Delays are one way, so a round trip of one datagram should"
+        '`sudo env "PATH=$PATH" python benchmarks/speed/lab_network.py` measured two hosts of `gradwire lab`. Delays are one way, so a round trip of one datagram should'
         f" take two delays. Throughput is in Mbit/s, the median of windows of {found['window_s']:g} s, with their range in brackets. Without losses, the expected throughput"
         " is the rate less the headers, 1448 of the 1514 bytes of a frame. With losses, it is the throughput that CUBIC's average window allows (RFC 9438,"
         " 5.1; its Reno-friendly region is the formula of Mathis et al.). These formulae assume that a connection loses packets now and then; they"
@@ -94,7 +94,7 @@ def messages_section() -> list[str]:
     lines = [
         "### One message, by congestion control",
         "",
-        "`sudo python benchmarks/speed/lossy_messages.py` sent messages over one connection that stays open, and rested after the answer to each. The table"
+        '`sudo env "PATH=$PATH" python benchmarks/speed/lossy_messages.py` sent messages over one connection that stays open, and rested after the answer to each. The table'
         " shows milliseconds until the answer, which needs a round trip: the mean, and in brackets the quartiles.",
         "",
         "- CUBIC shrinks its window at each loss and opens it again slowly. After a rest of more than TCP's timeout, 0.2 s and a round trip, it halves the window"
@@ -123,7 +123,7 @@ def _settled() -> list[str]:
     if not found:
         return []
     lines = [
-        "`sudo python benchmarks/speed/settling.py` sent messages for longer, under CUBIC. The table shows the mean milliseconds of those that began in the first"
+        '`sudo env "PATH=$PATH" python benchmarks/speed/settling.py` sent messages for longer, under CUBIC. The table shows the mean milliseconds of those that began in the first'
         f" {found['first_s']:g} s, and of those after ten losses of a connection that sends all the time (*settling*). *Predicted* is a round trip and the bytes at the rate of the performance"
         f" model. {where(found)}.",
         "",

@@ -27,7 +27,7 @@ exchanges. The loss to reach is {slack:g} times the final test loss of fp32. Byt
 one worker. Methods with local steps exchange every 16 steps.
 
     python benchmarks/training/local_training.py --data CIFAR10_FOLDER
-    sudo python benchmarks/training/local_training.py --data CIFAR10_FOLDER --lab
+    sudo env "PATH=$PATH" python benchmarks/training/local_training.py --data CIFAR10_FOLDER --lab
     python benchmarks/training/local_training.py --collect --json benchmarks/results/training/local_training.json
 """
 
@@ -66,7 +66,7 @@ def in_flight() -> list[str]:
         "steps at whose end an exchange begins, steps beside an exchange, and steps at whose end it takes effect. *Longest* is the longest of all steps; "
         "*at once* is DiLoCo with the same inner method, which sends everything at once.",
         "",
-        "    sudo python benchmarks/speed/in_flight.py --json benchmarks/results/speed/in_flight.json",
+        '    sudo env "PATH=$PATH" python benchmarks/speed/in_flight.py --json benchmarks/results/speed/in_flight.json',
         "",
         "| inner method | hosts | link | alone | begins | beside | ends | beside / alone | longest | at once | "
         "kB of a fragment | at once |",

@@ -201,7 +201,8 @@ def lanes() -> list[str]:
     lines = [
         "### Where the time over the floor goes",
         "",
-        f"`sudo python benchmarks/speed/timelines.py` measured the MLP on {found['hosts']} hosts. The figures are milliseconds, medians over all ranks and {found['rows'][0]['steps']} steps.",
+        '`sudo env "PATH=$PATH" python benchmarks/speed/timelines.py`'
+        f" measured the MLP on {found['hosts']} hosts. The figures are milliseconds, medians over all ranks and {found['rows'][0]['steps']} steps.",
         "",
         "- *Earliest* is the shortest step that is possible if only the link takes time once a bucket is ready."
         f" The model's first layers hold {100 * sizes[-1] / sum(sizes):.0f} % of it and are ready last, so their bytes leave after the"
@@ -391,7 +392,8 @@ def accuracy_section() -> list[str]:
     lines = [
         "## Time to accuracy",
         "",
-        f"`sudo python benchmarks/training/time_to_accuracy.py` measured: {found['what']}. The table shows means and standard deviations over seeds. {found['cpu']},"
+        '`sudo env "PATH=$PATH" python benchmarks/training/time_to_accuracy.py`'
+        f" measured: {found['what']}. The table shows means and standard deviations over seeds. {found['cpu']},"
         f" {found['cores']} cores; {found['date_utc'][:10]}.",
         "",
         "| task | goal | link | method | seeds, reached | time, s | of fp32's | sent by a worker, MB | steps |",

@@ -1,6 +1,6 @@
 """How long a step takes beside an exchange in flight, and what a fragment sends: streaming DiLoCo on slow links.
 
-    sudo python benchmarks/speed/in_flight.py --json benchmarks/results/speed/in_flight.json
+    sudo env "PATH=$PATH" python benchmarks/speed/in_flight.py --json benchmarks/results/speed/in_flight.json
 
 The language model of ``local_training.py`` on an emulated cluster. A cycle has 32 steps and four fragments, whose
 exchanges begin after the steps 8, 16, 24 and 32 and end three steps later. So of every eight steps four exchange

@@ -1,7 +1,7 @@
 """Time and bytes to a stated loss on slow links, with local steps and without: a language model and CIFAR-10.
 
-    python benchmarks/training/local_training.py --data CIFAR10_FOLDER                                   trains
-    sudo python benchmarks/training/local_training.py --data CIFAR10_FOLDER --lab                        times steps
+    python benchmarks/training/local_training.py --data CIFAR10_FOLDER                                      trains
+    sudo env "PATH=$PATH" python benchmarks/training/local_training.py --data CIFAR10_FOLDER --lab          times steps
     python benchmarks/training/local_training.py --collect --json benchmarks/results/training/local_training.json
 
 How a loss falls with the steps does not depend on the link, so each method is trained once, by four simulated workers

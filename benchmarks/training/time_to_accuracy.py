@@ -1,6 +1,6 @@
 """Time to a fixed test accuracy or loss on slow links: MNIST and a language model, four hosts, three seeds.
 
-    sudo python benchmarks/training/time_to_accuracy.py --data FOLDER \\
+    sudo env "PATH=$PATH" python benchmarks/training/time_to_accuracy.py --data FOLDER \\
         --json benchmarks/results/training/time_to_accuracy.json
 
 Each run is ``gradwire train TASK --lab hosts=4,bandwidth=...``, ended at the first evaluation that reaches the target.

@@ -1,6 +1,6 @@
 """How long members stand still while a newcomer takes their state, and how short the code of state is.
 
-    sudo python benchmarks/trials/arrivals.py --json benchmarks/results/trials/trials_arrivals.json
+    sudo env "PATH=$PATH" python benchmarks/trials/arrivals.py --json benchmarks/results/trials/trials_arrivals.json
 
 Three replicas train a network of four layers with momentum over an emulated network, until a fourth one comes. The
 state is taken in both ways: by one member in plain bytes while all wait, and from all of them while they go on. The

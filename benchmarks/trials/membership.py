@@ -1,7 +1,7 @@
 """Trainings whose workers are killed, stopped, cut off, told to leave and fed spoilt bytes, and come again.
 
     python benchmarks/trials/membership.py --minutes 30 --json benchmarks/results/trials/trials_membership.json
-    sudo python benchmarks/trials/membership.py --lab bandwidth=100mbit,delay=20ms --method terngrad
+    sudo env "PATH=$PATH" python benchmarks/trials/membership.py --lab bandwidth=100mbit,delay=20ms --method terngrad
 
 ``churn.py`` has the faults, the driver and what is counted; here is what is tried: replicas of a membership, under each
 of some methods. With ``--lab``, each replica is a host of an emulated network. A run that was ended goes on by the
