@@ -752,3 +752,21 @@ def test_an_exchange_in_flight_for_longer_than_the_delay_is_refused() -> None:
         before.after_step()
     with pytest.raises(gw.IncompatibleError, match=r"takes effect after 3 steps more, and with .* after 1 at most"):
         after.load_state_dict(before.state_dict())
+
+
+def test_an_exchange_in_flight_that_the_next_one_would_overtake_is_refused() -> None:
+    """After step 4 of 8 an exchange takes effect three steps later; with six steps the next begins after step 6."""
+    ours = Quadratics(2, sizes=LARGE, alike=True)
+    before, after, later = (
+        gw.SimulatedLocalSteps([w.items() for w in ours.workers], f"StreamingDiLoCo(every={n}, fragments=2, delay=3)")
+        for n in (8, 6, 10)
+    )
+    for _ in range(5):
+        before.after_step()
+    with pytest.raises(gw.IncompatibleError, match="after 2 steps more, and with .* the next one begins before"):
+        after.load_state_dict(before.state_dict())
+    later.load_state_dict(before.state_dict())
+    before.after_step()
+    # Where it ends as the next one begins, both have their place.
+    after.load_state_dict(before.state_dict())
+    later.after_step()

@@ -209,6 +209,12 @@ class GlobalParameters:
                     f"in the state an exchange takes effect after {int(state['global'][LEFT])} steps more, and with "
                     f"{self.method!r} after {self.clock.delay} at most: call synchronise() before it is saved"
                 )
+            steps, left = (int(state["global"].get(key, 0)) for key in (STEPS, LEFT))
+            if self.clock.overtakes(steps, left):
+                raise IncompatibleError(
+                    f"in the state an exchange takes effect after {left} steps more, and with {self.method!r} the next "
+                    "one begins before: call synchronise() before it is saved"
+                )
             needed += [f"{ARRIVED}/{name}" for name in self.pieces.fragments[int(fragment)]]
         missing = [key for key in needed if key not in kept]
         if missing or STEPS not in state["global"]:

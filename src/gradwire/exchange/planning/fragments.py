@@ -158,6 +158,15 @@ class FragmentClock:
         """Go on from a state, which may be one of more steps between exchanges."""
         self.steps, self.flying, self.left = steps % self.every, flying, left
 
+    def overtakes(self, steps: int, left: int) -> bool:
+        """Return whether an exchange begins before the one in flight ends, in a state of these steps.
+
+        Args:
+            steps: Steps since the last exchange of the last fragment.
+            left: Steps until the one in flight ends.
+        """
+        return any((steps + n - 1) % self.every + 1 in self._begins for n in range(1, left))
+
     def step(self) -> tuple[int | None, int | None]:
         """Count a step; return the fragment whose exchange ends after it, and the one whose exchange then begins.
 
