@@ -770,3 +770,12 @@ def test_an_exchange_in_flight_that_the_next_one_would_overtake_is_refused() -> 
     # Where it ends as the next one begins, both have their place.
     after.load_state_dict(before.state_dict())
     later.after_step()
+
+
+def test_the_plan_of_each_fragment_is_made_once() -> None:
+    found = Quadratics(2, sizes=LARGE).train("StreamingDiLoCo(every=4, fragments=4, delay=1, inner=QSGDinf())", 13)
+    assert found.link.round == 13
+    assert sum(found.link.record()["collectives"].values()) == 4
+    found.synchronise()
+    # An exchange of all of them has a plan of its own.
+    assert sum(found.link.record()["collectives"].values()) == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from gradwire.exchange.planning.options import Options, dense_names
 from gradwire.exchange.protocols import REDUCE_SCATTER, Context
 from gradwire.exchange.protocols.bucket_plan import BoundedPlan, BucketPlan, PlanSetting
 from gradwire.exchange.segments import Parameter, Segment, join_compressed, lay_out
+from gradwire.exchange.steps_locally import StepsLocally
 from gradwire.kernels import CODERS, Kernels, checksum, chosen, get_kernels, time_coders
 from gradwire.seeds import LinkNumber, link_seed
 
@@ -168,6 +169,9 @@ class Planner:
         self._plans: dict[tuple[tuple[str, ...], bool, int], BucketPlan] = {}
         self._last_used: dict[tuple[tuple[str, ...], bool, int], int] = {}
         self._laid_out: dict[tuple[str, ...], list[Segment]] = {}
+        # Fragments of a model are exchanged in turn, a round for each.
+        in_turn = method.traits.local_steps and not method.traits.outcomes_differ
+        self._turns = cast(StepsLocally, method).fragments if in_turn else 1
 
     @property
     def kernels(self) -> Kernels:
@@ -247,7 +251,7 @@ class Planner:
         key = (tuple(names), self.is_warm_up(round), self._number.value)
         if key not in self._plans:
             # DDP changes its buckets after the first step, and warm-up ends: drop plans that no round uses any more.
-            for old in [k for k, last in self._last_used.items() if last < round]:
+            for old in [k for k, last in self._last_used.items() if last <= round - self._turns]:
                 del self._plans[old], self._last_used[old]
                 self._laid_out.pop(old[0], None)
             self._plans[key] = self._make(*key[:2])
