@@ -62,8 +62,9 @@ class Auto(Method):
     Raises:
         HyperparameterError: a field is out of range, or there are fewer than two candidates; a candidate is listed
             twice, is ``auto`` itself, exchanges parameters, has its own momentum, returns a direction, sends one part
-            of the gradient a round, or has state of all parameters as one vector; or two candidates have state of one
-            name in different sizes.
+            of the gradient a round, acts on the optimizer's steps, exchanges on two levels, or has state of all
+            parameters as one vector, or a residual under another name than the others'; or two candidates have state
+            of one name in different sizes.
     """
 
     name: ClassVar[str] = "auto"
@@ -86,7 +87,7 @@ class Auto(Method):
         require(len(chosen) > 1, "Auto(candidates=...)", "at least two are needed to choose from")
         require(len(set(chosen)) == len(chosen), "Auto(candidates=...)", "a method is named twice")
         for one in chosen:
-            apart = not_comparable(one)
+            apart = not_comparable(one) or _not_served(one)
             require(apart is None, "Auto(candidates=...)", f"{one!r} {apart}")
         object.__setattr__(self, "candidates", tuple(self.candidates))
         for field in ("turns", "steps"):
@@ -181,5 +182,22 @@ def not_comparable(one: Method) -> str | None:
         return (
             "sends a part of the gradient a round, the faster the more it leaves out, and what is left out is lost "
             "without error feedback: use ErrorFeedback around it, by name rather than by trial"
+        )
+    return None
+
+
+def _not_served(one: Method) -> str | None:
+    """Return why a link that tries several methods cannot serve one of them, or None if it can."""
+    if one.traits.needs_optimizer:
+        return "acts on the optimizer's steps, which the other candidates leave alone: name it by itself"
+    if one.traits.sharded:
+        return (
+            "exchanges among the ranks of a node and between nodes, for which a link that tries others has no "
+            "connections: name it by itself"
+        )
+    if one.traits.waiting in one.traits.remembers and one.traits.waiting != Traits.waiting:
+        return (
+            f"keeps what it has not sent as {one.traits.waiting!r}, which no other candidate would send: use "
+            "ErrorFeedback around its operator, such as ErrorFeedback(TopK(density=0.05))"
         )
     return None
