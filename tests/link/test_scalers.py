@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from cases import ALL
 from gradwire.exchange.protocols import Context
-from gradwire.link.found_optimizers import _scaling
+from gradwire.link.found_optimizers import _scaling, on_updates
 from oracle import layers, square_loss
 from ranks import Ranks
 from remembering import REMEMBERING
@@ -167,3 +169,17 @@ def test_the_search_finds_a_scaler_and_one_of_a_derived_class() -> None:
         assert _scaling()
         del scaler
         gc.collect()
+
+
+def test_a_copy_of_a_scaler_whose_updates_are_counted_has_its_own_update() -> None:
+    scaler, counted = torch.amp.GradScaler("cpu"), list[int]()
+    end = on_updates(scaler, lambda: counted.append(1))
+    for other in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        other.scale(torch.ones(1))
+        other.update(4.0)
+        assert other.get_scale() == 4.0
+    assert not counted
+    scaler.scale(torch.ones(1))
+    scaler.update(8.0)
+    assert (scaler.get_scale(), other.get_scale(), len(counted)) == (8.0, 4.0, 1)
+    end()

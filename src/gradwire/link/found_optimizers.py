@@ -95,6 +95,10 @@ class _Updates:
             if call in self.calls:
                 call()
 
+    def __reduce__(self) -> Any:
+        # A copy of the scaler has its own update(): links count that of this one.
+        return _given_back, (self._update,)
+
     def remove(self, grad_scaler: Any) -> None:
         """Give the scaler its former ``update()`` again, unless somebody else has replaced it since."""
         if vars(grad_scaler).get("update") is not self:
@@ -103,6 +107,10 @@ class _Updates:
             del grad_scaler.update
         else:
             grad_scaler.update = self._replaced
+
+
+def _given_back(update: Any) -> Any:
+    return update
 
 
 def on_updates(grad_scaler: Any, call: Callable[[], None]) -> Callable[[], None]:
