@@ -257,3 +257,12 @@ def test_what_is_not_sent_is_seen(coordinates: str, bad: float) -> None:
 def test_fields_are_checked(spec: str, says: str) -> None:
     with pytest.raises(HyperparameterError, match=says):
         gw.method(spec)
+
+
+def test_what_the_values_need_to_know_the_method_needs() -> None:
+    """A threshold is in the gradient's unit, and the cost of a message may decide how many values are sent."""
+    plain = gw.RandK().traits
+    threshold = gw.RandK(values=gw.Threshold(threshold=0.1)).traits
+    measured = gw.RandK(values=gw.CAT(fixed_bytes=None, blocks="parameter")).traits
+    needs = [(traits.needs_loss_scale, traits.needs_link_cost) for traits in (plain, threshold, measured)]
+    assert needs == [(False, False), (True, False), (False, True)]

@@ -222,6 +222,9 @@ class RandK(Method):
             # Private elements are gathered.
             collectives=("all_gather",) if self.private else self.values.traits.collectives,
             re_encoding=not self.private and self.values.traits.re_encoding,
+            # A threshold of the values is in the gradient's unit, and their number may depend on a message's cost.
+            needs_loss_scale=self.values.traits.needs_loss_scale,
+            needs_link_cost=self.values.traits.needs_link_cost,
             rounds_sums=not self.private and self.values.traits.rounds_sums,
             cut=1 << 40,
             share_cut=1 << 40,
