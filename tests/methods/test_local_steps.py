@@ -763,7 +763,7 @@ def test_an_exchange_in_flight_that_the_next_one_would_overtake_is_refused() -> 
     )
     for _ in range(5):
         before.after_step()
-    with pytest.raises(gw.IncompatibleError, match="after 2 steps more, and with .* the next one begins before"):
+    with pytest.raises(gw.IncompatibleError, match=r"after 2 steps more, and with .* the next one begins before"):
         after.load_state_dict(before.state_dict())
     later.load_state_dict(before.state_dict())
     before.after_step()
