@@ -77,12 +77,15 @@ MOST_NAME = 100
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the part of a message that has the known name nearest to a wrong one, or "" if none is near.
 
+    Capital letters make no difference.
+
     Example:
         >>> did_you_mean("terngrd", ["terngrad", "qsgd"]), did_you_mean("foo", ["terngrad", "qsgd"])
         ("; did you mean 'terngrad'?", '')
     """
-    near = difflib.get_close_matches(name[:MOST_NAME].lower(), list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    names = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name[:MOST_NAME].lower(), list(names), n=1, cutoff=cutoff)
+    return f"; did you mean {names[near[0]]!r}?" if near else ""
 
 
 def unknown(what: str, name: str, known: Iterable[str], where: str = "") -> str:

@@ -115,7 +115,7 @@ def test_the_fastest_is_kept_and_every_candidate_had_its_turns() -> None:
     found = world.chooser.record()
     assert found["chosen"] == "bf16"
     assert found["step_s"] == pytest.approx({"fp32": 1.0, "bf16": 0.8, "terngrad": 0.9})
-    assert found["reason"] == "the fastest of 3 in 2 turns of 2 steps, and of the 3 closest in 2 of 2"
+    assert found["reason"] == "the fastest of 3 in 2 turns of 2 steps, and of the 3 closest in 2 turns of 2"
 
 
 def test_those_that_are_close_are_tried_again_and_that_alone_decides() -> None:
@@ -128,7 +128,7 @@ def test_those_that_are_close_are_tried_again_and_that_alone_decides() -> None:
     assert set(world.train(20)) == {"fp32"}
     found = world.chooser.record()
     assert found["step_s"] == pytest.approx({"fp32": 0.9, "bf16": 1.5, "terngrad": 1.0})
-    assert found["reason"] == "the fastest of 3 in 2 turns of 2 steps, and of the 2 closest in 2 of 2"
+    assert found["reason"] == "the fastest of 3 in 2 turns of 2 steps, and of the 2 closest in 2 turns of 2"
 
 
 @pytest.mark.parametrize(("step_s", "steps"), [(1.0, 2), (0.1, 12), (0.001, 16)])
@@ -136,7 +136,7 @@ def test_short_steps_are_tried_again_in_longer_turns(step_s: float, steps: int) 
     world = World({"fp32": step_s, "bf16": step_s}, 1e9, {"fp32": 4, "bf16": 2})
     used = world.train(4 + 10 + 4 * (1 + steps) + 1)
     assert world.chooser.choice == "fp32"
-    assert f"the 2 closest in 2 of {steps}" in world.chooser.record()["reason"]
+    assert f"the 2 closest in 2 turns of {steps}" in world.chooser.record()["reason"]
     assert used[14:-1] == (["fp32"] * (1 + steps) + ["bf16"] * (1 + steps)) * 2
 
 

@@ -143,7 +143,7 @@ def _value(field: str, node: ast.expr, spec: str, also: Mapping[str, type[Any]])
         # As written by repr, which is not a literal.
         return sign * math.inf
     if isinstance(node, ast.Name) and field != "compressor" and _key(node.id) not in (*_BY_NAME, *_OPERATORS, *also):
-        near = [word for word in ("None", "True", "False") if did_you_mean(node.id, [word.lower()], cutoff=0.7)]
+        near = [word for word in ("None", "True", "False") if did_you_mean(node.id, [word], cutoff=0.7)]
         hint = f"; did you mean {near[0]}?" if near else ": a text has quotes"
         raise HyperparameterError(f"{field}={shortened(node.id)} is no value{hint}")
     return _build(node, spec, also)

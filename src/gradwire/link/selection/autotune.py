@@ -363,7 +363,7 @@ class Autotuner:
         choice = next(spec for spec in specs if means[spec] <= best_s * (1 + TIE))
         reason = f"the fastest of {len(self._means)} in {turns} turns of {steps} steps"
         if self._final_steps:
-            reason += f", and of the {len(specs)} closest in {turns} of {self._final_steps}"
+            reason += f", and of the {len(specs)} closest in {turns} turns of {self._final_steps}"
         self.fix(choice, reason)
 
     def returned(self) -> None:
