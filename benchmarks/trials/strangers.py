@@ -136,6 +136,7 @@ class Siege:
         self.pipes: dict[str, Connection] = {}
         self.processes: dict[str, Any] = {}
         self.told: dict[str, dict[str, Any]] = {}
+        self.latest = dict.fromkeys(NAMES, 0)
         self.digests: dict[int, set[int]] = {}
         for name in NAMES:
             ours, theirs = context.Pipe()
@@ -148,7 +149,7 @@ class Siege:
     @property
     def round(self) -> int:
         """The latest round of which all have told."""
-        return max(self.digests, default=0)
+        return min(self.latest.values())
 
     def hear(self) -> None:
         """Read what the workers have told."""
@@ -156,6 +157,7 @@ class Siege:
             with contextlib.suppress(EOFError, OSError):
                 while pipe.poll():
                     digests, self.told[name] = pipe.recv()
+                    self.latest[name] = max(digests, default=self.latest[name])
                     for round, digest in digests.items():
                         self.digests.setdefault(round, set()).add(digest)
 

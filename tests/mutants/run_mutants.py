@@ -34,6 +34,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -242,13 +243,13 @@ class Slot:
             return Outcome(status=STALE, seconds=0.0, detail=f"no such test: {', '.join(missing)}")
         path = self.copy / file
         whole, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
-        path.write_text(text)
+        _rewrite(path, text.encode())
         # Numba looks at a kernel's own file only, so compiled code of its callers would hide the fault.
         compiled = self.folder / "numba-of-a-fault" if file.startswith("kernels/") else None
         try:
             code, told = self.run(fault.tests, "-x", compiled=compiled)
         finally:
-            path.write_bytes(whole)
+            _rewrite(path, whole)
             os.utime(path, ns=times)
             if compiled:
                 shutil.rmtree(compiled, ignore_errors=True)
@@ -275,6 +276,12 @@ class Slot:
             elif not any(_belongs(one, test) for one in passed):
                 wrong[test] = "it did not run"
         return wrong
+
+
+def _rewrite(path: Path, content: bytes) -> None:
+    """Write a module; Python would take its bytecode for a change of the same size within the same second."""
+    path.write_bytes(content)
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def _belongs(node: str, test: str) -> bool:
