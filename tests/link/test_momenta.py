@@ -160,13 +160,50 @@ def test_every_optimizer_that_steps_a_parameter_is_looked_at_once(three_ranks: R
             assert found["steps"] == 0
 
 
-@pytest.mark.parametrize(("spec", "made"), [(DGC, "plain"), (DGC, "elsewhere"), ("terngrad", "fused")])
-def test_what_needs_no_refusal_trains_and_leaves_no_hook(three_ranks: Ranks, spec: str, made: str) -> None:
-    """Once all parameters have been seen the hook is gone, while the link goes on."""
+@pytest.mark.parametrize(
+    ("spec", "made", "hooks"), [(DGC, "plain", 1), (DGC, "elsewhere", 1), ("terngrad", "fused", 0)]
+)
+def test_what_needs_no_refusal_trains_and_leaves_no_hook(three_ranks: Ranks, spec: str, made: str, hooks: int) -> None:
+    """Without a momentum of the method's own, the hook is gone once all parameters have been seen."""
     for found in three_ranks(trained, spec, made, "ddp"):
         assert found["told"] == ""
         assert (found["link"], found["steps"], found["moved"]) == ("None", 3, True)
-        assert (found["hooks"], found["left"], found["kept"]) == (0, 0, False)
+        assert (found["hooks"], found["left"], found["kept"]) == (hooks, 0, False)
+
+
+def later(spec: str, stage: str, handed: bool) -> tuple[str, int, bool]:
+    """Train two steps without a momentum and more with one; return the error, its step, and whether it moved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"optimizer": optimizer} if handed else {}
+    link = gw.Link(model.named_parameters(), spec, min_numel=0, **given)
+    for step in range(4):
+        if step == 2 and stage == "another optimizer":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if step == 2 and stage == "a schedule":
+            optimizer.param_groups[0]["momentum"] = 0.85
+        model(torch.randn(4, 20)).square().mean().backward()
+        start = [p.detach().clone() for p in model.parameters()]
+        try:
+            link.reduce_()
+            optimizer.step()
+        except gw.GradwireError as error:
+            link.close()
+            return str(error), step, any(not torch.equal(a, b) for a, b in zip(start, model.parameters()))
+        optimizer.zero_grad()
+    link.close()
+    return "trained", 4, True
+
+
+@pytest.mark.parametrize("handed", [False, True])
+@pytest.mark.parametrize(("stage", "momentum"), [("another optimizer", 0.9), ("a schedule", 0.85)])
+def test_a_momentum_of_a_later_stage_is_refused(three_ranks: Ranks, stage: str, momentum: float, handed: bool) -> None:
+    """As OneCycleLR sets one; no optimizer has moved a parameter by both momenta."""
+    for told, step, moved in three_ranks(later, DGC, stage, handed):
+        assert f"brings its own momentum, and SGD has momentum={momentum} beside it" in told
+        assert (step, moved) == (2, False)
+    assert three_ranks(later, "terngrad", stage, handed) == [("trained", 4, True)] * 3
 
 
 def test_a_momentum_is_that_of_groups_that_hold_a_parameter() -> None:

@@ -16,7 +16,6 @@ from gradwire.exchange.segments import is_sharded
 from gradwire.link.checks import caution_about_rate, check_not_in_backward, check_optimizer
 from gradwire.link.failures import Failures, WarnOnce
 from gradwire.link.parameters import described
-from gradwire.methods.feedback.optimizers import not_stepped
 
 
 def uncompiled(hook: Callable[..., None]) -> Any:
@@ -133,12 +132,14 @@ class OptimizerSearch:
 
     Each optimizer is checked before its first step, when no parameter has changed: by the checks of a given optimizer,
     and that it does not step during the backward pass. An unsuitable one breaks the link, so that the other ranks end
-    with an error, too. If the method's outcome is a direction, the learning rate is also checked. The search ends when
-    every parameter has been seen in a step.
+    with an error, too. If the method's outcome is a direction, the learning rate is also checked.
+
+    With a method that brings its own momentum or takes local steps, every step is looked at as long as the link is
+    open: another optimizer may take over in a later stage of a training, and a schedule may set a momentum. Otherwise
+    the search ends when every parameter has been seen in a step.
 
     Args:
         method: Method of the link.
-        optimizer: The optimizer that was given and checked; None if none was.
         parameters: The parameters that are exchanged, by name.
         compressed: Names of the parameters that are not sent in float32.
         failures: Failures of the link.
@@ -148,20 +149,18 @@ class OptimizerSearch:
     def __init__(
         self,
         method: Method,
-        optimizer: Any,
         parameters: Mapping[str, torch.Tensor],
         compressed: Iterable[str],
         failures: Failures,
         warnings: WarnOnce,
     ) -> None:
         self._method, self._failures, self._warnings = method, failures, warnings
-        unknown = parameters if optimizer is None else not_stepped(optimizer, parameters)
-        self._unknown = set(unknown) if method.traits.owns_momentum or method.traits.local_steps else set[str]()
+        self._lasts = bool(method.traits.owns_momentum or method.traits.local_steps)
         # The learning rate is checked at the first step, since a schedule may have set it after the link was made.
         self._rated = set(compressed) if method.traits.direction else set[str]()
         # FSDP2 reduces a gradient before an optimizer can use it.
         self._unseen = {name for name, p in parameters.items() if not is_sharded(p)}
-        searches = self._unknown or self._unseen or self._rated
+        searches = self._lasts or self._unseen or self._rated
         # The parameters are not kept alive.
         self._names = {id(p): name for name, p in parameters.items()}
         self._stop = BEFORE_STEPS.add(self._look) if searches else None
@@ -176,19 +175,18 @@ class OptimizerSearch:
         try:
             if not self._unseen.isdisjoint(held):
                 check_not_in_backward(self._method, optimizer, held)
-            if not self._unknown.isdisjoint(held):
+            if self._lasts:
                 check_optimizer(self._method, optimizer, held)
         except IncompatibleError as error:
-            raise self._failures.record(error, f"the first step of {type(optimizer).__name__}") from None
+            raise self._failures.record(error, f"a step of {type(optimizer).__name__}") from None
         rated = {name: p for name, p in held.items() if name in self._rated}
         caution_about_rate(self._method, optimizer, rated, self._warnings)
         self._rated.difference_update(held)
-        self._unknown.difference_update(held)
         self._unseen.difference_update(held)
 
     def end_when_done(self) -> None:
-        """End the search if every parameter has been seen."""
-        if not (self._unknown or self._unseen or self._rated):
+        """End the search if every parameter has been seen, and later steps need no look."""
+        if not (self._lasts or self._unseen or self._rated):
             self.end()
 
     def end(self) -> None:
