@@ -311,6 +311,8 @@ def test_a_choice_is_loaded_by_its_name_whatever_its_place() -> None:
     ):
         shorter.chooser.load(saved.chooser.state())
     assert shorter.chooser.choice is None
+    with pytest.raises(gw.IncompatibleError, match="none of the candidates"):
+        shorter.chooser.check(saved.chooser.state())
     # States of old have the place alone.
     with pytest.raises(gw.IncompatibleError, match="candidate 2, counted from 0, and there are 2"):
         shorter.chooser.load({"choice": torch.tensor(2)})
@@ -512,6 +514,32 @@ def train_by_choice(steps: int) -> dict[str, Any]:
     again.close()
     digest = [float(p.double().sum()) for p in ddp.parameters()]
     return {"undecided": undecided, "choice": choice, "reloaded": reloaded, "digest": digest, "sent_bytes": sent}
+
+
+def load_a_choice_of_others() -> tuple[str, str, list[int]]:
+    parameter = torch.nn.Parameter(torch.zeros(300))
+    link = gw.Link([("w", parameter)], gw.Auto(candidates=("fp32", "bf16")), min_numel=0)
+    parameter.grad = torch.ones(300)
+    link.reduce_()
+    state, rounds = link.state_dict(), [link.round]
+    spec = torch.tensor(list(b"terngrad"), dtype=torch.uint8)
+    state["global"] |= {"choice": torch.tensor(1), "choice_spec": spec, "round": torch.tensor(7)}
+    told = []
+    for refuse in (link.check_state_dict, link.load_state_dict):
+        with pytest.raises(gw.IncompatibleError) as error:
+            refuse(state)
+        told.append(str(error.value))
+    rounds.append(link.round)
+    link.reduce_()
+    link.close()
+    return told[0], told[1], rounds
+
+
+@pytest.mark.ranks
+def test_a_choice_of_others_is_refused_before_anything_is_loaded(three_ranks: Ranks) -> None:
+    for checked, loaded, rounds in three_ranks(load_a_choice_of_others):
+        assert "'terngrad', which is none of the candidates fp32, bf16" in checked
+        assert (loaded, rounds) == (checked, [1, 1])
 
 
 @pytest.mark.ranks

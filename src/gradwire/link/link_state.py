@@ -142,9 +142,12 @@ class LinkState(LinkReports):
         """Check the types and ranges of all values of a state without loading any.
 
         Raises:
-            IncompatibleError: it is not the whole state of a link, or a value is invalid.
+            IncompatibleError: it is not the whole state of a link, a value is invalid, or its choice of a method or of
+                a coder is none that this link has.
         """
         check_state(state, self._exchanged, self.method, rank=self.rank)
+        self._coders.check(state["global"])
+        self._selection.check(state["global"])
         check_orders(state, self._site.orders, self.method)
         if self._local is not None:
             self._local.parameters.check(state)

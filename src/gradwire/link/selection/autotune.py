@@ -115,6 +115,9 @@ class Selection(Protocol):
     def state(self) -> dict[str, torch.Tensor]:
         """Return the choice for a checkpoint, with keys of :data:`STATE` and :data:`OWN_STATE`."""
 
+    def check(self, state: Mapping[str, torch.Tensor]) -> object:
+        """Raise IncompatibleError if :meth:`load` would refuse a state."""
+
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a state of :meth:`state`."""
 
@@ -149,6 +152,9 @@ class FixedSelection:
     def state(self) -> dict[str, torch.Tensor]:
         """Return an empty state."""
         return {}
+
+    def check(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Refuse nothing."""
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Ignore the state."""
@@ -217,10 +223,9 @@ class Autotuner:
         # DDP changes its buckets after the first round, and buffers grow in the second: neither is timed.
         self._schedule = [Trial(self._smallest, timed) for timed in (False, False, True, True)]
         self._left_out = dict(self._never)
-        self._tried, self._final_steps = False, 0
+        self._tried, self._final_steps, self._begun_s = False, 0, 0.0
         self._samples: dict[str, list[float]] = {}
         self._running: Trial | None = None
-        self._begun_s = 0.0
         self._means: dict[str, float] = {}
         self._probed: Probed | None = None
 
@@ -244,14 +249,12 @@ class Autotuner:
             # Methods with residuals leave them, and the others send them.
             self._owing = before in self._keepers
         # In rounds of warm-up all candidates send float32, so that their times would not differ.
-        if not self.planner.is_warm_up(round):
+        if self.choice is None and not self.planner.is_warm_up(round):
             self._try_on(network)
         self._last = self._current()
         return Change(keeps=(RESIDUAL,)) if before in self._rememberers and before != self._last else None
 
     def _try_on(self, network: Channel) -> None:
-        if self.choice is not None:
-            return
         now_s = self._clock()
         if self._running is not None and self._running.timed:
             self._samples.setdefault(self._running.spec, []).append(now_s - self._begun_s)
@@ -287,13 +290,19 @@ class Autotuner:
         Raises:
             IncompatibleError: the choice is not a candidate here.
         """
+        chosen = self.check(state)
         self._owing, self._last = True, None
         if self._running is not None:
             self._schedule[:0] = [Trial(self._running.spec, False), self._running]
             self._running = None
+        if chosen is not None:
+            self.fix(chosen, "taken from a checkpoint")
+
+    def check(self, state: Mapping[str, torch.Tensor]) -> str | None:
+        """Return the choice of a checkpoint; raise IncompatibleError if it is not a candidate here."""
         index, specs = int(state.get("choice", -1)), list(self._planners)
         if index < 0:
-            return
+            return None
         if "choice_spec" in state:
             saved = bytes(state["choice_spec"].tolist()).decode()
             same = [spec for spec in specs if read_method(spec) == read_method(saved)]
@@ -306,7 +315,7 @@ class Autotuner:
             raise IncompatibleError(
                 f"the checkpoint's choice is {wrong}: add it to the list, and call choose_again() for another trial"
             )
-        self.fix(same[0], "taken from a checkpoint")
+        return same[0]
 
     def _shorten(self, network: Channel) -> None:
         """Leave out candidates that are too slow for the network, and schedule the others."""

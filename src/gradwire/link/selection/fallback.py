@@ -164,6 +164,10 @@ class Fallback:
                 found["fallback_told"] = _doubles(self._told())
         return found
 
+    def check(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raise IncompatibleError if the selection beside it would refuse a state."""
+        self._chosen.check(state)
+
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a state of :meth:`state`."""
         self._chosen.load(state)

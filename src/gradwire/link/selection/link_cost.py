@@ -150,21 +150,28 @@ class CoderSelection:
         chosen = {spec: planner.coder for spec, planner in self._planners.items()}
         return {CODER_STATE: torch.tensor(list(json.dumps(chosen).encode()), dtype=torch.uint8, device="cpu")}
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the choice of a checkpoint; for methods without one there, the measured choice is kept.
+    def check(self, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Return the choice of a checkpoint, by spec; empty if it has none.
 
         Raises:
             IncompatibleError: it is not such a choice, or has a coder that the method does not know.
         """
-        if CODER_STATE not in state:
-            return
-        found = _read(state[CODER_STATE])
+        found = _read(state[CODER_STATE]) if CODER_STATE in state else {}
         for spec, planner in self._planners.items():
             if spec in found and found[spec] not in planner.open_coders:
                 raise IncompatibleError(
                     f"the checkpoint's coder of {spec} is {found[spec]!r}: this version has "
                     f"{', '.join(planner.open_coders)}"
                 )
+        return found
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load the choice of a checkpoint; for methods without one there, the measured choice is kept.
+
+        Raises:
+            IncompatibleError: as :meth:`check`.
+        """
+        found = self.check(state)
         for spec, planner in self._planners.items():
             if spec in found:
                 planner.settle(found[spec])
