@@ -7,6 +7,7 @@ processes are run by :func:`fresh_ranks` instead, in processes of their own.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import io
 import itertools
@@ -50,6 +51,9 @@ def _load(path: str, name: str) -> Callable[..., Any]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
+        # No later collection goes through what the tests of other files have left, nor a search for living objects.
+        gc.collect()
+        gc.freeze()
     return getattr(sys.modules[module_name], name)
 
 

@@ -42,7 +42,7 @@ def test_warm_up_compiles_every_signature_that_calls_use() -> None:
     from gradwire.kernels.ternary import loops
 
     kernels, table = get_kernels("cpu"), SegmentTable([2, 100], [90, 100], [0, 80], [(1, 2), (3, 4)])
-    kernels.warm_up()
+    kernels.warm_up(["moments", "ternary"])
     before = same_signatures(loops)
     x, two = torch.ones(300)[7:], torch.ones(2)
     rows = torch.empty(3, 16 * table.groups + 1, dtype=torch.uint8)[:, 1:]

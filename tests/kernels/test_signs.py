@@ -170,7 +170,7 @@ def test_warm_up_compiles_every_signature_that_calls_use(name: str) -> None:
     from gradwire.kernels.signs import loops
 
     kernels, table = get_kernels(name), SegmentTable([2, 100], [90, 100], [0, 80], [(1, 2), (3, 4)])
-    kernels.warm_up()
+    kernels.warm_up(["signs"])
     before = same_signatures(loops)
     x, runs = torch.ones(300)[7:], RunTable(table, [7, 1000])
     rows = torch.empty(3, SIGN_BYTES * table.groups + 1, dtype=torch.uint8)[:, 1:]
