@@ -209,3 +209,11 @@ def cut_off_in_meetings(times: int) -> None:
         compare(self)
 
     MembershipLink._compare_state = cut  # type: ignore[method-assign]
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    end_s = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from crew import Crew, crew
+from crew import Crew, crew, wait_for
 from gradwire.link.membership.epoch_group import EpochGroup
 from gradwire.link.membership.membership import Membership
 from gradwire.link.membership.records import Epoch, Member
@@ -22,13 +22,6 @@ from gradwire.link.membership.steps import FIRST
 
 SPECS = {"terngrad": None, "DiLoCo(every=1, inner=EDEN(bits=4))": 1}
 """A method, and the quorum of a membership for it."""
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def joined(workers: Crew, patience_s: float = 120.0, quorum: int | None = None) -> Membership:

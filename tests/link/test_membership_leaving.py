@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,8 +20,8 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from crew import Crew, Worker, crew
-from gradwire.link.membership import epoch_group, passing_link
+from crew import Crew, Worker, crew, wait_for
+from gradwire.link.membership import epoch_group, passing_link, store_steps
 from gradwire.link.membership.board import ask_key
 from gradwire.link.membership.records import Request
 from gradwire.link.membership.steps import Serve
@@ -68,6 +70,45 @@ def test_a_worker_that_waits_to_be_taken_in_leaves_when_it_is_told(least: int, m
             if goes_on is not None:
                 goes_on.signal(signal.SIGCONT)
         if goes_on is not None:
+            goes_on.tell("end")
+            assert goes_on.end()
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_worker_that_waits_leaves_when_it_is_told_although_the_coordinator_is_away(
+    least: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_steps, "TOLD_S", 0.0)
+    caplog.set_level(logging.INFO, "gradwire")
+    with crew(tmp_path / "state.json") as workers:
+        goes_on = workers.start("b", take_rounds_until_told) if least == 1 else None
+        if goes_on is not None:
+            goes_on.reach(1)
+            goes_on.signal(signal.SIGSTOP)
+        raised: list[Exception] = []
+
+        def come_in(membership: gw.Membership) -> None:
+            try:
+                link_on(membership)
+            except gw.LeftOutError as error:
+                raised.append(error)
+
+        with join(workers, least=least, patience_s=1000.0) as membership:
+            waiting = threading.Thread(target=come_in, args=(membership,), daemon=True)
+            waiting.start()
+            said = "waits for 1 more of the 2 workers that begin together: a" if least == 2 else "to take it in"
+            wait_for(lambda: said in caplog.text)
+            with workers.without_coordinator():
+                wait_for(lambda: membership.board.is_away)
+                membership.leave()
+                waiting.join(60.0)
+                assert not waiting.is_alive()
+            assert "told to leave before it was taken in" in str(raised[0])
+            assert membership.left
+        assert caplog.text.count(said) == 1
+        assert "asks to be taken in" not in caplog.text
+        if goes_on is not None:
+            goes_on.signal(signal.SIGCONT)
             goes_on.tell("end")
             assert goes_on.end()
 

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -155,6 +155,15 @@ class Board:
     def is_away(self) -> bool:
         """True while the coordinator is out of reach: :meth:`try_again` looks whether it is back."""
         return self._connection.is_away
+
+    @contextlib.contextmanager
+    def heeding(self, look: Callable[[], None]) -> Iterator[None]:
+        """Call a function while a question in the body waits for the coordinator; what it raises ends the wait."""
+        before, self._connection.heed = self._connection.heed, look
+        try:
+            yield
+        finally:
+            self._connection.heed = before
 
     def try_again(self) -> None:
         """Try once to reach a coordinator that is away.

@@ -51,6 +51,7 @@ class CoordinatorConnection:
         lock: Held while a thread uses the connection.
         seal: Seals the records of the run that the coordinator keeps.
         store: The connection; None while there is none.
+        heed: Called while a question waits for the coordinator to be back; what it raises ends the wait.
         is_away: True from a question without an answer, or an attempt to connect again that failed, until the next one
             that succeeds.
     """
@@ -60,6 +61,7 @@ class CoordinatorConnection:
         self._secret, self.seal = secret, Seal(secret)
         self.lock = threading.RLock()
         self.store: Any = None
+        self.heed: Callable[[], None] = lambda: None
         self.is_away = self._has_warned = self._is_closed = False
         self._run = ""
         self._again: OrderedDict[str, str] = OrderedDict()
@@ -91,6 +93,7 @@ class CoordinatorConnection:
                             f"{self._patience_s:.0f} s: start it again with the same --state file, and look at the "
                             "network"
                         ) from error
+                self.heed()
                 time.sleep(PAUSE_S)
 
     def do_unless_away(self, work: Callable[[Any], T]) -> T | None:

@@ -182,7 +182,8 @@ class MembershipLink(WatchingLink):
                 self._drop_brought()
                 return True
             except p.LeftOut:
-                self._tell_left_out()
+                if not self._seat.leaving:
+                    self._tell_left_out()
                 self._drop_brought()
                 self._seat.again()
         # Members that are connected with it would take it in, and wait for it.

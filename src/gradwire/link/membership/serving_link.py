@@ -25,7 +25,7 @@ from gradwire.link.membership.replay import StepLog, replay
 from gradwire.link.membership.snapshot import Snapshot
 from gradwire.link.membership.state_fetch import Address, StateFetch
 from gradwire.link.membership.state_server import ENTRY, StateConnection, StateServer, served_key
-from gradwire.link.membership.steps import FIRST, Serve, offer_key, told_key
+from gradwire.link.membership.steps import FIRST, LeftOut, Serve, offer_key, told_key
 from gradwire.link.membership.transfer import receive_state, send_state
 from gradwire.link.parameters import named_parameters
 
@@ -140,16 +140,22 @@ class ServingLink(PassingLink):
                 self._drop_brought()
                 self._seat.again()
 
+    def _heed_leave(self) -> None:
+        """Wait no longer to be named if this worker was told to leave."""
+        if self._seat.leaving:
+            raise LeftOut
+
     def _offered(self) -> Offer | None:
         """Ask for state, and return the offer of the first member; None if there is none after a time."""
         board, me = self._party.board, self._seat.me
         end_s = time.monotonic() + self._party.patience_s / 2
-        while time.monotonic() < end_s and not self._seat.leaving:
-            board.ask(Request(me, self._terms, state=True))
-            found = board.get(told_key(me.id), Offer)
-            if found is not None:
-                return found
-            time.sleep(2 * POLL_S)
+        with board.heeding(self._heed_leave):
+            while time.monotonic() < end_s and not self._seat.leaving:
+                board.ask(Request(me, self._terms, state=True))
+                found = board.get(told_key(me.id), Offer)
+                if found is not None:
+                    return found
+                time.sleep(2 * POLL_S)
         return None
 
     def _take_offer(self, offer: Offer) -> None:

@@ -13,7 +13,7 @@ from gradwire.link.membership.epoch_group import LOOK_S, EpochGroup
 from gradwire.link.membership.preparation import candidate_of
 from gradwire.link.membership.records import Epoch, EpochReport, Member, Request
 from gradwire.link.membership.serving_link import ServingLink
-from gradwire.link.membership.steps import FIRST, LeftOut, candidate_key, epoch_key, invited_key, report_key
+from gradwire.link.membership.steps import FIRST, candidate_key, epoch_key, invited_key, report_key
 
 POLL_S = 0.02
 """Time between two looks for a record that is waited for."""
@@ -30,6 +30,9 @@ LAST_EPOCHS = 8
 
 ASK_S = 0.5
 """Time between two requests of a worker that is connected to the members, and looks whether it is named."""
+
+TOLD_S = 5.0
+"""Time after which a worker that waits to be taken in says so."""
 
 VANISHED_S = 0.2
 """Time that members wait, once all others have reported, for those that ended or fell silent without a word: one that
@@ -106,22 +109,26 @@ class StoreSteps(ServingLink):
             time.sleep(POLL_S)
 
     def _named(self, key: str) -> Epoch:
-        board, end_s = self._party.board, time.monotonic() + self._party.patience_s
-        asked_s = 0.0
-        while time.monotonic() < end_s:
-            invited = invited_key(self._seat.me.id)
-            told = board.get_all([key, invited], Epoch, each=True)
-            if key in told:
-                return told[key]
-            self._heed_leave()
-            self._prepare(told.get(invited))
-            # Once it is connected to the others, it is named soon, and then they wait for it.
-            is_near = self._preparation is not None and self._preparation.is_whole()
-            if not is_near or time.monotonic() - asked_s > ASK_S:
-                asked_s = time.monotonic()
-                board.ask(Request(self._seat.me, self._terms))
-            self._catch_up()
-            time.sleep(POLL_S if self._preparation else 5 * POLL_S)
+        board, began_s = self._party.board, time.monotonic()
+        asked_s, has_told = 0.0, False
+        with board.heeding(self._heed_leave):
+            while (waited_s := time.monotonic() - began_s) < self._party.patience_s:
+                invited = invited_key(self._seat.me.id)
+                told = board.get_all([key, invited], Epoch, each=True)
+                if key in told:
+                    return told[key]
+                self._heed_leave()
+                self._prepare(told.get(invited))
+                # Once it is connected to the others, it is named soon, and then they wait for it.
+                is_near = self._preparation is not None and self._preparation.is_whole()
+                if not is_near or time.monotonic() - asked_s > ASK_S:
+                    asked_s = time.monotonic()
+                    board.ask(Request(self._seat.me, self._terms))
+                if waited_s > TOLD_S and not has_told:
+                    has_told = True
+                    logging.getLogger("gradwire").info("waits for the members to take it in")
+                self._catch_up()
+                time.sleep(POLL_S if self._preparation else 5 * POLL_S)
         raise ExchangeError(
             f"no member took this worker ({self._seat.me.name}) in within {self._party.patience_s:.0f} s: the members "
             "are gone (start the coordinator again without its state, and all workers from a checkpoint), take long "
@@ -129,25 +136,26 @@ class StoreSteps(ServingLink):
             "option or parameter (their logs say so)"
         )
 
-    def _heed_leave(self) -> None:
-        """Wait no longer to be named if this worker was told to leave."""
-        if self._seat.leaving:
-            raise LeftOut
-
     def _founders(self) -> tuple[Member, ...]:
         board, end_s = self._party.board, time.monotonic() + self._party.patience_s
-        while board.get(FIRST, Epoch) is None:
-            asked = self._requests()
-            if len(asked) >= self._party.least:
-                return asked
-            self._heed_leave()
-            if time.monotonic() > end_s:
-                raise ExchangeError(
-                    f"{len(asked)} workers came within {self._party.patience_s:.0f} s, and {self._party.least} are "
-                    "needed to begin: start the others, or join with least=1"
-                )
-            board.ask(Request(self._seat.me, self._terms))
-            time.sleep(2 * POLL_S)
+        least, told = self._party.least, tuple[Member, ...]()
+        with board.heeding(self._heed_leave):
+            while board.get(FIRST, Epoch) is None:
+                asked = self._requests()
+                if len(asked) >= least:
+                    return asked
+                self._heed_leave()
+                if time.monotonic() > end_s:
+                    raise ExchangeError(
+                        f"{len(asked)} workers came within {self._party.patience_s:.0f} s, and {least} are needed to "
+                        "begin: start the others, or join with least=1"
+                    )
+                if asked not in ((), told):
+                    told, names = asked, ", ".join(member.name for member in asked)
+                    text = "waits for %d more of the %d workers that begin together: %s"
+                    logging.getLogger("gradwire").info(text, least - len(asked), least, names)
+                board.ask(Request(self._seat.me, self._terms))
+                time.sleep(2 * POLL_S)
         return ()
 
     def _requests(self) -> tuple[Member, ...]:
