@@ -137,6 +137,7 @@ def test_failures_are_one_line(tmp_path: Path) -> None:
         (["subscribe", "--from", tmp_path / "p", "--to", tmp_path / "w"], "nothing has been published"),
         (["patch", "show", tmp_path / "x.gww"], "8 bytes are not a file of weights"),
         (["patch", "show", tmp_path / "y.gww"], "cannot be read"),
+        (["patch", "show", tmp_path], "is a folder: name files in it"),
         (["publish", "--from", tmp_path, "--to", "nosuch://place"], "nothing new"),
     ):
         result = call(*words)

@@ -129,6 +129,9 @@ def test_a_damaged_patch_is_named_and_the_next_anchor_mends_it(tmp_path: Path) -
         # The patch before it has been written.
         assert subscriber.step == 1
         assert same(served, states[1])
+    second.write_bytes(octets[:500])
+    with pytest.raises(gw.PayloadError, match=rf"{second.name}: the file was truncated .* and has 500"):
+        subscriber.update()
     nudge(trained, 3)
     assert publisher.publish(3).anchor_bytes
     assert subscriber.update() == 3

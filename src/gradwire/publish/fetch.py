@@ -33,7 +33,7 @@ def fetch(place: Place, file: PublishedFile, held: HeldWeights) -> tuple[PatchHe
     """
     if held.selected is None or not hasattr(place, "read_range"):
         data = place.read(file.name, file.nbytes)
-        head = _listed(file, read_head(data))
+        head = _listed(file, data)
         if held.selected is None:
             return head, data, head.nbytes
         # Of a mapped file no more is read than is looked at.
@@ -59,7 +59,7 @@ def fetch_head(place: Place, file: PublishedFile) -> PatchHead:
         FileNotFoundError: it is not there.
     """
     if not hasattr(place, "read_range"):
-        return _listed(file, read_head(place.read(file.name, file.nbytes)))
+        return _listed(file, place.read(file.name, file.nbytes))
     return _listed(file, _Ranged(place, file).head())
 
 
@@ -70,7 +70,12 @@ def _wanted(head: PatchHead, held: HeldWeights) -> list[int]:
     return held.wanted(head, layout)
 
 
-def _listed(file: PublishedFile, head: PatchHead) -> PatchHead:
+def _listed(file: PublishedFile, data: Octets) -> PatchHead:
+    """Return the head of a file whose head and tables are there; refuse one that the manifest does not list."""
+    try:
+        head = read_head(data)
+    except PayloadError as error:
+        raise PayloadError(f"{file.name}: {error}") from error
     if head.digest.hex() != file.digest:
         raise PayloadError(
             f"{file.name} is the {head.name} of run {head.run.hex()[:8]}, not the file that the manifest lists: "
@@ -103,10 +108,10 @@ class _Ranged:
         self.data[begin:end] = part
         self.fetched += len(part)
 
-    def head(self) -> PatchHead:
-        """Read the head and the tables."""
+    def head(self) -> Octets:
+        """Read the head and the tables; return the file's array."""
         self.read(0, _FIRST_BYTES)
         if len(self.data) >= HEAD_BYTES:
             tensors, chunks, _, table = struct.unpack_from("<4I", self.data[96:112].tobytes())
             self.read(_FIRST_BYTES, HEAD_BYTES + table + 8 * tensors + 40 * chunks)
-        return read_head(self.data)
+        return self.data

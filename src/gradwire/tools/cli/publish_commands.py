@@ -338,6 +338,8 @@ def patch_rows(files: list[Path]) -> list[dict[str, Any]]:
     """
     rows = []
     for file in files:
+        if file.is_dir():
+            raise PayloadError(f"{file} is a folder: name files in it, such as {file}/*.gww")
         try:
             data = np.fromfile(file, np.uint8)
         except OSError as error:
