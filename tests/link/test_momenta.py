@@ -206,6 +206,35 @@ def test_a_momentum_of_a_later_stage_is_refused(three_ranks: Ranks, stage: str, 
     assert three_ranks(later, "terngrad", stage, handed) == [("trained", 4, True)] * 3
 
 
+def taken_over(spec: str, handed: bool) -> tuple[str, int]:
+    """Train by one SGD, then by another; return the error and its step."""
+    model = nn.Linear(20, 5)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.01)]
+    given = {"optimizer": optimizers[0]} if handed else {}
+    link = gw.Link(model.named_parameters(), spec, min_numel=0, **given)
+    for step in range(4):
+        model(torch.ones(4, 20)).square().mean().backward()
+        try:
+            link.reduce_()
+            optimizers[step // 2].step()
+            model.zero_grad()
+        except gw.GradwireError as error:
+            link.close()
+            return str(error), step
+    link.close()
+    return "trained", 4
+
+
+@pytest.mark.parametrize("spec", ["DIANA(prox=L1(strength=0.1))", "sketched_amsgrad"])
+def test_a_method_that_follows_an_optimizer_refuses_another_one(three_ranks: Ranks, spec: str) -> None:
+    """Its steps had no operator after them, or the learning rates of the one that was given."""
+    for told, step in three_ranks(taken_over, spec, True):
+        assert "follows the SGD that was given, and another SGD steps parameter 'weight'" in told
+        assert step == 2
+    if not gw.method(spec).traits.needs_optimizer:
+        assert three_ranks(taken_over, spec, False) == [("trained", 4)] * 3
+
+
 def test_a_momentum_is_that_of_groups_that_hold_a_parameter() -> None:
     w, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
     groups = [{"params": [w], "momentum": 0.0}, {"params": [b], "momentum": 0.9}]

@@ -134,12 +134,13 @@ class OptimizerSearch:
     and that it does not step during the backward pass. An unsuitable one breaks the link, so that the other ranks end
     with an error, too. If the method's outcome is a direction, the learning rate is also checked.
 
-    With a method that brings its own momentum or takes local steps, every step is looked at as long as the link is
-    open: another optimizer may take over in a later stage of a training, and a schedule may set a momentum. Otherwise
-    the search ends when every parameter has been seen in a step.
+    With a method that brings its own momentum, takes local steps, or follows the optimizer that was given, every step
+    is looked at as long as the link is open: another optimizer may take over in a later stage of a training, and a
+    schedule may set a momentum. Otherwise the search ends when every parameter has been seen in a step.
 
     Args:
         method: Method of the link.
+        optimizer: The optimizer that was given; None if none was.
         parameters: The parameters that are exchanged, by name.
         compressed: Names of the parameters that are not sent in float32.
         failures: Failures of the link.
@@ -149,13 +150,18 @@ class OptimizerSearch:
     def __init__(
         self,
         method: Method,
+        optimizer: Any,
         parameters: Mapping[str, torch.Tensor],
         compressed: Iterable[str],
         failures: Failures,
         warnings: WarnOnce,
     ) -> None:
         self._method, self._failures, self._warnings = method, failures, warnings
-        self._lasts = bool(method.traits.owns_momentum or method.traits.local_steps)
+        traits = method.traits
+        # Of several candidates those that follow one are left out where another kind of optimizer was given.
+        follows = traits.needs_optimizer or (traits.needs_learning_rates and not traits.tries)
+        self._followed = optimizer if follows else None
+        self._lasts = bool(traits.owns_momentum or traits.local_steps or self._followed is not None)
         # The learning rate is checked at the first step, since a schedule may have set it after the link was made.
         self._rated = set(compressed) if method.traits.direction else set[str]()
         # FSDP2 reduces a gradient before an optimizer can use it.
@@ -175,6 +181,12 @@ class OptimizerSearch:
         try:
             if not self._unseen.isdisjoint(held):
                 check_not_in_backward(self._method, optimizer, held)
+            if self._followed not in (None, optimizer):
+                raise IncompatibleError(
+                    f"{self._method!r} follows the {type(self._followed).__name__} that was given, and another "
+                    f"{type(optimizer).__name__} steps parameter {next(iter(held))!r}: close the link, and attach to "
+                    "the module, wrapped anew, with that one"
+                )
             if self._lasts:
                 check_optimizer(self._method, optimizer, held)
         except IncompatibleError as error:

@@ -235,8 +235,9 @@ class Link(LinkState, LocalStepsUser):
         dense = self._selection.planner.dense
         self._compressed = compressed = {n: p for n, p in self._exchanged.items() if n not in dense}
         caution_about(self.method, self.optimizer, compressed, self._warnings)
-        failures = self._runtime.failures
-        self._search = OptimizerSearch(self.method, self._parameters, compressed, failures, self._warnings)
+        self._search = OptimizerSearch(
+            self.method, self.optimizer, self._parameters, compressed, self._runtime.failures, self._warnings
+        )
         self._accumulation = Accumulation(self.method, compressed, self._warnings)
         # Threads and connections end with the link, also if it is collected or the interpreter ends without close().
         unbinders = [unbind, self._search.end, self._accumulation.end]
