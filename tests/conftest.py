@@ -121,14 +121,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-_file = [""]
-
-
-def pytest_runtest_logstart(nodeid: str) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Likewise with what the tests of a file leave behind, which grows to a million objects in a run of all."""
-    file = nodeid.partition("::")[0]
-    if file != _file[0]:
-        _file[0] = file
+    if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
 
