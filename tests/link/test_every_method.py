@@ -26,23 +26,26 @@ STABLE += [gw.AMQ(blocks="parameter", block_size=64, updates=(0, 2, 4), overlap=
 # A server that decodes for all, with an autoencoder that it trains until after the checkpoint.
 STABLE += [gw.LGC(instance="parameter_server", density=0.05, innovation=0.01, full_rounds=1, training_rounds=2)]
 REMEMBERING = [m for m in STABLE if m.properties.state != "none"]
-LANES = "four lanes, small chunks"
 # What a mode changes about when and where a bucket is exchanged matters to what a method remembers. Modes that act on
 # different parts of a step share a run; each of them by itself is tried in test_ddp_modes.py.
+VIEWS = MODES["gradient_as_bucket_view"][0]
+BUCKETS, LANES, _ = MODES["four lanes, small chunks"]
+# Three chunks of each bucket are enough to take a lane more than once in a step.
+LANES = LANES | {"chunk_numel": 5000}
 OF_MEMORY = {
-    "buckets rebuilt, checked": (MODES["buckets rebuilt"][0], MODES["checked"][1], 1),
-    "gradient_as_bucket_view, no_sync": (MODES["gradient_as_bucket_view"][0], {}, MODES["no_sync"][2]),
-    LANES: MODES[LANES],
+    "gradient_as_bucket_view, no_sync": (VIEWS, {}, MODES["no_sync"][2]),
+    "four lanes, small chunks, checked": (BUCKETS, LANES | MODES["checked"][1], 1),
 }
-# The others meet the two modes that change the bucket itself, until buckets have been rebuilt.
-WITHOUT = {"gradient_as_bucket_view": MODES["gradient_as_bucket_view"], LANES: MODES[LANES]}
+# The others meet the two modes that change the bucket itself, together, until buckets have been rebuilt, which is at
+# the second step.
+WITHOUT = {"gradient_as_bucket_view, four lanes, small chunks": (VIEWS | BUCKETS, LANES, 1)}
 CROSSED = [(m, mode) for m in STABLE for mode in (OF_MEMORY if m in REMEMBERING else WITHOUT)]
 
 
 @pytest.mark.parametrize(("method", "mode"), CROSSED, ids=repr)
 def test_ddp_gives_the_bits_of_the_simulation(three_ranks: Any, method: gw.Method, mode: str) -> None:
     ddp_options, options, micro_steps = {**OF_MEMORY, **WITHOUT}[mode]
-    steps = STEPS if method in REMEMBERING else 3
+    steps = STEPS if method in REMEMBERING else 2
     found = three_ranks(run_mode, repr(method), ddp_options, options, micro_steps, steps)
     expected = digest(simulated_run(layers(), square_loss, method, 3, steps, micro_steps=micro_steps))
     assert {d for d, _ in found} == {expected}
