@@ -315,13 +315,13 @@ def natively(four_ranks: Ranks) -> list[list[float]]:
     return [four_ranks(losses, "shards", None, seed)[0] for seed in (0, 1)]
 
 
-# That the means of both kinds are those of the simulation is tested above, for each kind of method.
+# That the means of both kinds are those of the simulation is tested above, for each kind of method: qsgd trains as
+# terngrad does, whose code for shards without a memory is the same.
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [
         ("shards", "terngrad"),
         ("replicas", "EDEN(bits=4)"),
-        ("shards", "qsgd"),
         ("shards", "errorfeedback"),
         ("replicas", "errorfeedback"),
     ],
