@@ -36,13 +36,6 @@ from sharded import (
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
 @contextlib.contextmanager
 def closing(link: gw.Link) -> Iterator[gw.Link]:
     """A link whose number is free afterwards, so that the next one of the process draws as the first."""
@@ -278,21 +271,22 @@ def mesh_of(kind: str) -> DeviceMesh:
 
 
 def wrapped(kind: str, spec: str, wrap: bool) -> dict[str, torch.Tensor]:
-    model = sharded(mesh_of(kind), blocks=8, wrap=wrap)
+    # More units than are exchanged at a time.
+    model = sharded(mesh_of(kind), blocks=4, wrap=wrap)
     with closing(gw.attach(model, spec, min_numel=256)) as link:
         # The second step goes by what the first left behind.
         train(model, dist.get_rank(), range(2))
         assert link.round == 2
         count = link.record()["collectives"]
-    assert sum(count.values()) >= (9 if wrap else 1)
+    assert sum(count.values()) >= (5 if wrap else 1)
     return values_of(model)
 
 
 @pytest.mark.parametrize("kind", ["shards", "replicas"])
 @pytest.mark.parametrize("spec", ["terngrad", "errorfeedback"])
-def test_one_wrapped_module_or_nine_give_the_same_bits(four_ranks: Ranks, kind: str, spec: str) -> None:
-    one, nine = (four_ranks(wrapped, kind, spec, wrap)[0] for wrap in (False, True))
-    assert [n for n, v in one.items() if not torch.equal(v, nine[n])] == []
+def test_one_wrapped_module_or_five_give_the_same_bits(four_ranks: Ranks, kind: str, spec: str) -> None:
+    one, five = (four_ranks(wrapped, kind, spec, wrap)[0] for wrap in (False, True))
+    assert [n for n, v in one.items() if not torch.equal(v, five[n])] == []
 
 
 LEARNING_STEPS = 30
