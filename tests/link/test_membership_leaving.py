@@ -171,7 +171,11 @@ def test_a_worker_that_was_told_to_leave_and_is_left_out_has_left(spec: str, quo
         c.signal(signal.SIGTERM)
         c.signal(signal.SIGCONT)
         # It ends by its own loop: an exception out of its optimizer's step would have been told here.
-        assert c.end() == {"left": True, "raised": spec == "terngrad", "left_out": 0}
+        found = c.end()
+        # Python calls the handler of the signal when the main thread goes on: on a busy machine it may learn first that
+        # it was left out, and then does not come in again.
+        assert found.pop("left_out") in (0, 1)
+        assert found == {"left": True, "raised": spec == "terngrad"}
         ends(a, b)
 
 
