@@ -151,9 +151,10 @@ def test_shifts_would_drift_where_owners_encode_the_mean_again() -> None:
     g, alpha = gradients(workers, numel), 1 / (1 + q.omega)
     own, common = torch.zeros(workers, numel), torch.zeros(numel)
     outcome = torch.zeros(numel)
-    for round in range(300):
-        sent = torch.stack([gw.simulate(row[None], q, seed=r, round=round).mean for r, row in enumerate(g - own)])
-        applied = gw.simulate(sent.mean(0, keepdim=True), q, seed=workers, round=round).mean
+    *senders, owner = (gw.SimulatedLink([("a", outcome)], q, 1, seed=seed, min_numel=0) for seed in range(workers + 1))
+    for _ in range(300):
+        sent = torch.stack([sender.reduce_(row[None].clone()) for sender, row in zip(senders, g - own)])
+        applied = owner.reduce_(sent.mean(0, keepdim=True))
         outcome = common + applied
         own, common = own + alpha * sent, common + alpha * applied
     assert float((own - g).norm()) < 1e-4 * float(g.norm())

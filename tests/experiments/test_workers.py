@@ -19,7 +19,7 @@ from gradwire.tools.experiments import run
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import RunError, UsageError, WorkerError
 from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps
-from gradwire.tools.experiments.run_record import check_workers
+from gradwire.tools.experiments.run_record import WORKERS_PER_CORE, check_workers, cores
 from gradwire.tools.experiments.simulate import SimulatedEngine
 from gradwire.tools.experiments.tasks import build
 from ranks import run_script
@@ -169,9 +169,11 @@ def test_the_worker_that_failed_by_itself_is_the_one_that_is_named(tmp_path: Pat
 
 
 def test_more_workers_than_the_machine_can_start_are_refused_before_any_starts(tmp_path: Path) -> None:
+    # One too many for the processor; whatever else limits them allows no more.
+    workers = WORKERS_PER_CORE * cores() + 1
     with pytest.raises(UsageError, match=r"more than this machine can start.*--simulate"):
         run.train(
-            replace(PLAN, method="fp32", task=build("digits", batch=100_000), workers=100_000),
+            replace(PLAN, method="fp32", task=build("digits", batch=workers), workers=workers),
             Listener(),
             folder=tmp_path / "a",
         )

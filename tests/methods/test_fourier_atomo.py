@@ -54,8 +54,11 @@ def omega(size: torch.Tensor, density: float) -> float:
 
 
 def rounds(x: torch.Tensor, method: gw.Method, number: int) -> torch.Tensor:
-    link = gw.SimulatedLink([("w", torch.empty(x.shape))], method, 1, min_numel=0)
-    return torch.stack([link.reduce_(x[None].clone()) for _ in range(number)])
+    """Return what is drawn for a vector, of several parameters in each round, which draw for themselves."""
+    copies = 8
+    link = gw.SimulatedLink([(str(i), torch.empty(x.shape)) for i in range(copies)], method, 1, min_numel=0)
+    same = x.repeat(copies)[None]
+    return torch.cat([link.reduce_(same.clone()).view(copies, -1) for _ in range(number // copies)])
 
 
 def rounding(numel: int) -> float:
@@ -65,7 +68,7 @@ def rounding(numel: int) -> float:
 
 @pytest.mark.parametrize("density", [0.03, 0.15, 0.5])
 def test_frequencies_have_the_chances_the_mean_and_the_variance_that_are_said(density: float) -> None:
-    """1, 2, 4: blocks of 256, 256, 64, 32 and 4, all with one c, over 800 rounds."""
+    """1, 2, 4: blocks of 256, 256, 64, 32 and 4, all with one c, drawn 800 times."""
     x, number = walk(612, seed=1) + 3 * gaussian(612, seed=2), 800
     found = unitary(rounds(x, gw.FourierATOMO(density=density, block_size=256), number), 256)
     wanted = unitary(x, 256)

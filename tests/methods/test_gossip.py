@@ -187,11 +187,10 @@ def test_a_difference_of_rank_one_is_gone_after_two_exchanges() -> None:
 
 def plainly(method: gw.Method, rows: torch.Tensor, rounds: int) -> torch.Tensor:
     """Gossip without estimates, x_i <- x_i + sum_j w_ij (C(x_j) - C(x_i)), which keeps the mean."""
-    weights = graph_of("ring", len(rows)).weights
-    for number in range(rounds):
-        sent = torch.stack(
-            [gw.simulate(x[None].float(), method, round=number, seed=i).mean for i, x in enumerate(rows)]
-        )
+    weights, like = graph_of("ring", len(rows)).weights, [("0", torch.empty(rows.shape[1]))]
+    links = [gw.SimulatedLink(like, method, 1, seed=i, min_numel=0) for i in range(len(rows))]
+    for _ in range(rounds):
+        sent = torch.stack([link.reduce_(x[None].float()) for link, x in zip(links, rows)])
         rows = rows + weights @ sent.double() - sent.double()
     return rows
 

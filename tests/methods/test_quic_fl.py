@@ -95,10 +95,12 @@ def blocks() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("bits", [1, 3])
 @pytest.mark.parametrize("kind", ["one", "two", "constant", "ramp", "half"])
 def test_no_block_has_a_bias(kind: str, bits: int) -> None:
-    """4: per element, over rounds; 4.8 standard errors of what was drawn."""
-    x, draws = blocks()[kind], 500
-    ours = gw.SimulatedLink([("w", x)], gw.QUICFL(bits=bits, block_size=256), 1, min_numel=0)
-    found = torch.stack([ours.reduce_(x[None].clone()).double() for _ in range(draws)])
+    """4: per element, over rounds and parameters, each with draws of its own; 4.8 standard errors of what was drawn."""
+    x, draws, copies = blocks()[kind], 500, 10
+    like = [(str(i), x) for i in range(copies)]
+    ours = gw.SimulatedLink(like, gw.QUICFL(bits=bits, block_size=256), 1, min_numel=0)
+    same = x.repeat(copies)[None]
+    found = torch.cat([ours.reduce_(same.clone()).double().view(copies, -1) for _ in range(draws // copies)])
     deviation = found.std(0) / draws**0.5
     assert float(((found.mean(0) - x) / deviation.clamp(min=1e-6)).abs().max()) < 4.8
 
