@@ -112,6 +112,13 @@ def four_ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reports that this process writes have empty drawings: these take most of the time of a short run."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("gradwire.tools.report.panels.svg", lambda figure, label: f"<svg><!-- {label} --></svg>")
+
+
 def pytest_collection_finish() -> None:
     """Keep what was collected out of later garbage collections, and searches: a runner holds all 14,000 tests.
 

@@ -11,6 +11,11 @@ import pytest
 from run_help import Listener, write_small_libsvm, write_small_mnist
 
 
+@pytest.fixture(autouse=True)
+def _undrawn(undrawn: None) -> None:
+    """What is drawn is tested in ``report``, and whole pages by commands of ``cli``."""
+
+
 @pytest.fixture
 def listener() -> Listener:
     return Listener()
