@@ -108,7 +108,7 @@ def vote(n: int) -> float:
 
 
 def ternary_bits(n: int) -> float:
-    sums = {2: 32 / 13, 3: 32 / 11, 4: 16 / 5, 5: 32 / 9, 64: 8}[n]
+    sums = {2: 32 / 13, 3: 32 / 11, 4: 16 / 5, 8: 32 / 7, 64: 8}[n]
     return min(1.6 * (n - 1), (1.6 + sums) * (n - 1) / n)
 
 

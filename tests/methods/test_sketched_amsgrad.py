@@ -236,7 +236,7 @@ def test_a_quadratic_of_unlike_workers_is_solved() -> None:
     optimizer = torch.optim.SGD([x], lr=0.1)
     method = gw.SketchedAMSGrad(density=0.01, columns=50, eps=0.1)
     ours = gw.SimulatedLink([("x", x)], method, 4, optimizer=optimizer, min_numel=0)
-    for step in range(600):
+    for step in range(300):
         optimizer.param_groups[0]["lr"] = 0.4 / (step + 80)
         ours.scatter_(ours.reduce_(x.detach() - centres))
         optimizer.step()
