@@ -66,12 +66,16 @@ STARTING_COMMANDS = {"bench", "cli", "examples", "experiments", "lab", "model", 
 WARM_UP = """
 import sys
 from gradwire.kernels import CODERS, FAMILIES, get_kernels
-get_kernels().warm_up((*FAMILIES, *CODERS)[int(sys.argv[1])::2])
+for name in ("auto", "cpu-plain"):
+    get_kernels(name).warm_up((*FAMILIES, *CODERS)[int(sys.argv[1])::2])
 """
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Before several runners start on all tests, compile all kernels once: each would, and it takes over a minute."""
+    """Before several runners start on all tests, compile all kernels once: each would, and it takes over a minute.
+
+    Those of tests alone, too: while one runner compiles a family, another that wants it waits for minutes.
+    """
     everything = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if everything and getattr(session.config.option, "numprocesses", None):
         compiling = [subprocess.Popen([sys.executable, "-c", WARM_UP, half]) for half in "01"]

@@ -298,10 +298,10 @@ def test_without_feedback_different_workers_end_elsewhere() -> None:
     steps, lr = 250, 0.04
     fed = descend("onebit", unlike, torch.zeros(40), lr, steps)[-1]
     for memoryless in ("scaledsign", "signsgd", "onebit"):
-        x = torch.zeros(40)
+        link, x = gw.SimulatedLink([("w", torch.zeros(40))], memoryless, 4, min_numel=0), torch.zeros(40)
         for _ in range(steps):
             # No state is handed on.
-            x = x - lr * gw.simulate(unlike(x), memoryless).mean
+            x = x - lr * (gw.simulate(unlike(x), "onebit").mean if memoryless == "onebit" else link.reduce_(unlike(x)))
         assert float(x.square().sum()) > 100 * float(fed.square().sum())
 
 
