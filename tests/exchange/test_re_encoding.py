@@ -30,8 +30,8 @@ def test_traffic_does_not_grow_with_the_workers(spec: str) -> None:
     for collective in ("all_gather", "two_shot"):
         for world_size in (4, 16):
             link = gw.SimulatedLink([("a", torch.empty(numel))], spec, world_size, collective=collective)
-            # Levels are fitted in the first round.
-            for _ in range(2):
+            # Levels are fitted in the first round, if they are.
+            for _ in range(2 if link.method.properties.state != "none" else 1):
                 before = link.traffic().sent_bytes
                 link.reduce_(torch.ones(world_size, numel))
             sent[collective, world_size] = link.traffic().sent_bytes - before
@@ -102,9 +102,9 @@ def test_blocks_as_long_as_a_parameter_are_gathered() -> None:
 @pytest.mark.parametrize("spec", METHODS)
 def test_chunks_do_not_decide_a_bit(spec: str) -> None:
     """Blocks stay whole in every share."""
-    g, found = gradients(3, 60_000), []
-    for chunk_numel in (1, 10_000, 1 << 20):
-        parameters = [("a", torch.empty(50_000)), ("b", torch.empty(10_000))]
+    g, found = gradients(3, 24_000), []
+    for chunk_numel in (1, 5000, 1 << 20):
+        parameters = [("a", torch.empty(18_000)), ("b", torch.empty(6000))]
         link = gw.SimulatedLink(parameters, spec, 3, collective="two_shot", chunk_numel=chunk_numel)
         found.append(link.reduce_(g.clone()))
     assert all(torch.equal(found[0], other) for other in found[1:])
