@@ -11,7 +11,7 @@ import torch
 import gradwire as gw
 from gradwire.errors import HyperparameterError
 from gradwire.methods.learned.autoencoder import Autoencoder, latent_length
-from phases import FULL, TRAINING, check_broadcast, chosen, gradients, link_of, residuals, sent, two_shot, up
+from phases import FULL, SIZES, TRAINING, check_broadcast, chosen, gradients, link_of, residuals, sent, two_shot, up
 
 INSTANCES = ("all_reduce", "parameter_server")
 BROADCASTS = {3: 2, 4: 2}
@@ -53,6 +53,20 @@ def trained(link: gw.SimulatedLink, first: int = 0) -> gw.SimulatedLink:
     for round in range(first, FULL + TRAINING):
         link.reduce_(gradients(link.world_size, round))
     return link
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_server_spoils_the_whole_parameter_of_which_a_worker_sends_one_bad_value_of_several(bad: float) -> None:
+    """Its code and the others' values would stand in place of those that it does not send."""
+    before = trained(link_of(lgc("parameter_server", innovation=1e-5), 3)).state_dict()
+    for worker in range(3):
+        link = link_of(lgc("parameter_server", innovation=1e-5), 3)
+        link.load_state_dict(before)
+        g = gradients(3, link.round)
+        g[worker, [5, 300, 301]] = bad
+        mean = link.reduce_(g)
+        assert not bool(torch.isfinite(mean[: SIZES["a"]]).any())
+        assert bool(torch.isfinite(mean[SIZES["a"] :]).all())
 
 
 @pytest.mark.parametrize("order", ["value", "index"])
