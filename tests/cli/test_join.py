@@ -96,14 +96,21 @@ def test_a_task_is_trained_by_workers_that_come_and_go(tmp_path: Path, coordinat
         c.wait_for(r"epoch \d+ from round \d+ with 3 members")
         b.process.kill()
         a.wait_for(r"with 2 members; lost \S+")
-        for worker in (a, c):
+        # It had no time to write a checkpoint.
+        again = Running(tmp_path, "b again", "train", "--resume", "b", "--join", address, "--secret-file", "secret.txt")
+        workers.append(again)
+        again.wait_for(r"b holds no checkpoint: this worker begins with what the others have")
+        again.wait_for(r"epoch \d+ from round \d+ with 3 members")
+        for worker in (a, c, again):
             worker.process.send_signal(signal.SIGTERM)
             assert worker.end() == 0
             worker.wait_for(r"left after step \d+; the others go on") if worker is a else None
-        rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-        assert rows[-1]["event"] == "eval"
-        assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
-        assert (tmp_path / "a" / "report.html").exists()
+        for name in "ab":
+            rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            assert rows[-1]["event"] == "eval"
+            assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+            assert (tmp_path / name / "report.html").exists()
+        assert rows[0]["step"] > 0
         resumed = call("train", "--resume", tmp_path / "a")
         assert resumed.exit_code == 2
         assert "join again" in resumed.output

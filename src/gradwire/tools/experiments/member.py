@@ -18,7 +18,7 @@ from gradwire.tools.experiments.engine import LinkEngine, build_model, link_opti
 from gradwire.tools.experiments.errors import UsageError
 from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps
 from gradwire.tools.experiments.order import DataOrder
-from gradwire.tools.experiments.run import check_link, planned
+from gradwire.tools.experiments.run import begun, check_link
 from gradwire.tools.experiments.run_record import MEMBERSHIP, Audience, config_of, default_folder, report
 from gradwire.tools.experiments.tasks.graph import GraphTask
 from gradwire.tools.experiments.train import Trainer
@@ -248,20 +248,24 @@ def resume_as_member(
 
     If the training has members, this worker takes over what they have. Otherwise it begins again with the newest
     checkpoint of the first worker that joins: parameters, the optimizer's state and the step. The method's state and
-    the order of the samples begin anew.
+    the order of the samples begin anew. A worker that was killed before its first checkpoint writes its rows anew.
 
     Raises:
-        RunError: the folder holds no run or no checkpoint, or another process trains in it.
+        RunError: the folder holds no run, or another process trains in it.
         GradwireError: as for :func:`train_as_member`.
     """
-    past, plan = planned(folder)
-    last = checkpoint_steps(folder)[-1]
-    if last >= plan.task.steps:
+    past, plan = begun(folder)
+    last = max(checkpoint_steps(folder), default=None)
+    if last is not None and last >= plan.task.steps:
         audience.say(f"{folder} is finished: {last} of {plan.task.steps} steps")
         # A member that was ended at its last rows has none.
         report([folder], folder)
         return folder
     with past.locked():
+        if last is None:
+            audience.say(f"{folder} holds no checkpoint: this worker begins with what the others have")
+            past.cut_metrics(-1)
+            return _train(plan, audience, address, secret, lambda: past, stop_after)
         return _train(plan, audience, address, secret, lambda: past, stop_after, past)
 
 

@@ -143,14 +143,24 @@ def planned(folder: Path) -> tuple[RunFolder, RunConfig]:
     Raises:
         RunError: the folder holds no run or no checkpoint.
     """
+    run, plan = begun(folder)
+    if not checkpoint_steps(folder):
+        raise RunError(f"{folder} holds no checkpoint to resume from: train again with --overwrite")
+    return run, plan
+
+
+def begun(folder: Path) -> tuple[RunFolder, RunConfig]:
+    """Return a run, which may have no checkpoint yet, and its plan.
+
+    Raises:
+        RunError: the folder holds no run.
+    """
     run = RunFolder(folder)
     config = run.read_config()
     try:
         plan = RunConfig.from_json(config["plan"])
     except (KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{folder / 'config.json'} holds no plan of this version: {error}") from error
-    if not checkpoint_steps(folder):
-        raise RunError(f"{folder} holds no checkpoint to resume from: train again with --overwrite")
     return run, plan
 
 
