@@ -158,8 +158,13 @@ class Board:
 
     @contextlib.contextmanager
     def heeding(self, look: Callable[[], None]) -> Iterator[None]:
-        """Call a function while a question in the body waits for the coordinator; what it raises ends the wait."""
-        before, self._connection.heed = self._connection.heed, look
+        """Call a function while a question in the body waits for the coordinator; what it raises ends the wait.
+
+        Questions of other threads wait as ever.
+        """
+        own = threading.get_ident()
+        before = self._connection.heed
+        self._connection.heed = lambda: look() if threading.get_ident() == own else before()
         try:
             yield
         finally:
