@@ -96,7 +96,7 @@ def test_a_worker_that_waits_leaves_when_it_is_told_although_the_coordinator_is_
         with join(workers, least=least, patience_s=1000.0) as membership:
             waiting = threading.Thread(target=come_in, args=(membership,), daemon=True)
             waiting.start()
-            said = "waits for 1 more of the 2 workers that begin together: a" if least == 2 else "to take it in"
+            said = "1 of the 2 workers that begin together have come (a)" if least == 2 else "to take this worker in"
             wait_for(lambda: said in caplog.text)
             with workers.without_coordinator():
                 wait_for(lambda: membership.board.is_away)

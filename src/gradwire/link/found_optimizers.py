@@ -130,8 +130,8 @@ def on_updates(grad_scaler: Any, call: Callable[[], None]) -> Callable[[], None]
 class OptimizerSearch:
     """Finds optimizers that do not suit a link's method.
 
-    Each optimizer is checked before its first step, when no parameter has changed: by the checks of a given optimizer,
-    and that it does not step during the backward pass. An unsuitable one breaks the link, so that the other ranks end
+    Each optimizer is checked before it steps, when no parameter has changed: by the checks of a given optimizer, and
+    that it does not step during the backward pass. An unsuitable one breaks the link, so that the other ranks end
     with an error, too. If the method's outcome is a direction, the learning rate is also checked.
 
     With a method that brings its own momentum, takes local steps, or follows the optimizer that was given, every step

@@ -39,7 +39,7 @@ def fetch(place: Place, file: PublishedFile, held: HeldWeights) -> tuple[PatchHe
         # Of a mapped file no more is read than is looked at.
         return head, data, head.body_at + sum(head.chunks[n].nbytes for n in _wanted(head, held))
     ranged = _Ranged(place, file)
-    head = _listed(file, ranged.head())
+    head = _listed(file, ranged.with_tables())
     places = head.places()
     begin = end = 0
     for number in _wanted(head, held):
@@ -60,7 +60,7 @@ def fetch_head(place: Place, file: PublishedFile) -> PatchHead:
     """
     if not hasattr(place, "read_range"):
         return _listed(file, place.read(file.name, file.nbytes))
-    return _listed(file, _Ranged(place, file).head())
+    return _listed(file, _Ranged(place, file).with_tables())
 
 
 def _wanted(head: PatchHead, held: HeldWeights) -> list[int]:
@@ -108,8 +108,8 @@ class _Ranged:
         self.data[begin:end] = part
         self.fetched += len(part)
 
-    def head(self) -> Octets:
-        """Read the head and the tables; return the file's array."""
+    def with_tables(self) -> Octets:
+        """Read the head and the tables, and return the array, in which what was not read is zero."""
         self.read(0, _FIRST_BYTES)
         if len(self.data) >= HEAD_BYTES:
             tensors, chunks, _, table = struct.unpack_from("<4I", self.data[96:112].tobytes())

@@ -55,7 +55,7 @@ def attach(
         optimizer: The optimizer of the parameters. Needed by methods that act on its steps, such as DIANA with a
             proximal operator, and by methods that use its learning rates, which are read when a round begins. With a
             method that has its own momentum (Signum, DGC, DIANA or error feedback with one), an optimizer with momentum
-            raises IncompatibleError: this one here, all before each step. With a method whose residual may
+            raises IncompatibleError, here and before each step of any other. With a method whose residual may
             grow large (EF-signSGD and 1-bit SGD without small blocks), or in which gradients wait more than five rounds
             on average (error feedback around a hundredth of the elements, or around a tenth chosen at random), its
             momentum causes a warning that says what to do. With local steps its steps are counted; None: those of the

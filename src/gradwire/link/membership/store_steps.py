@@ -126,7 +126,7 @@ class StoreSteps(ServingLink):
                     board.ask(Request(self._seat.me, self._terms))
                 if waited_s > TOLD_S and not has_told:
                     has_told = True
-                    logging.getLogger("gradwire").info("waits for the members to take it in")
+                    logging.getLogger("gradwire").info("waiting for the members to take this worker in")
                 self._catch_up()
                 time.sleep(POLL_S if self._preparation else 5 * POLL_S)
         raise ExchangeError(
@@ -152,8 +152,8 @@ class StoreSteps(ServingLink):
                     )
                 if asked not in ((), told):
                     told, names = asked, ", ".join(member.name for member in asked)
-                    text = "waits for %d more of the %d workers that begin together: %s"
-                    logging.getLogger("gradwire").info(text, least - len(asked), least, names)
+                    text = "%d of the %d workers that begin together have come (%s): waiting for the others"
+                    logging.getLogger("gradwire").info(text, len(asked), least, names)
                 board.ask(Request(self._seat.me, self._terms))
                 time.sleep(2 * POLL_S)
         return ()
