@@ -77,6 +77,13 @@ class Running:
         return self.process.wait(WAIT_S)
 
 
+def wait_until(reached: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not reached():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Running]:
     made = Running(tmp_path, "coordinator", "coordinate", "--listen", "127.0.0.1:0", "--secret-file", "secret.txt")
@@ -94,6 +101,7 @@ def test_a_task_is_trained_by_workers_that_come_and_go(tmp_path: Path, coordinat
         a, b, c = workers
         # Two begin together, and the third is taken in, whichever it is.
         c.wait_for(r"epoch \d+ from round \d+ with 3 members")
+        wait_until((tmp_path / "b" / "config.json").exists)
         b.process.kill()
         a.wait_for(r"with 2 members; lost \S+")
         # It had no time to write a checkpoint.
@@ -160,9 +168,7 @@ def test_a_script_that_is_killed_is_started_again_and_comes_in(tmp_path: Path, c
     words = ("run", "--join", address, "--max-restarts", 1)
     other = Running(tmp_path, "other", *words, "script.py", "other.log", 1 << 30, 0, secret=secret)
     try:
-        end_s = time.monotonic() + WAIT_S
-        while not (tmp_path / "other.log").exists() and time.monotonic() < end_s:
-            time.sleep(0.05)
+        wait_until((tmp_path / "other.log").exists)
         once = Running(tmp_path, "once", *words, "script.py", "once.log", 10, 1, secret=secret)
         assert once.end() == 0
         assert "was killed by SIGKILL (out of memory?): starting it again" in once.out.read_text()

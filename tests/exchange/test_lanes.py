@@ -119,6 +119,19 @@ def test_what_breaks_between_two_exchanges_is_told_by_the_next(
     assert "KeyError: 'prepared'" in str(told)
 
 
+def test_the_bytes_of_what_is_started_count_before_it_ends(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks gather beside a round may end after it, and is among the round's bytes all the same."""
+    (transport,) = (lane._transports or {}).values()
+    replied: torch.futures.Future[object] = torch.futures.Future()
+    monkeypatch.setattr(transport, "start", lambda op: (replied, op.recv))
+    monkeypatch.setattr(lane, "world_size", 3)
+    future = lane.run(exchange(lambda: None), at_once=True)
+    begun = lane.meter.sent_bytes
+    replied.set_result(None)
+    assert future.result() == 7
+    assert begun == lane.meter.sent_bytes > 0
+
+
 def test_exchanges_run_in_the_order_in_which_they_were_handed_over(lane: Lane) -> None:
     """Each after what it waits for, and one that is to come first before it."""
     order: list[str] = []

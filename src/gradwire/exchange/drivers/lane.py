@@ -223,6 +223,9 @@ class Lane:
         except Exception as error:
             future.end(None, WireError(str(error)) if isinstance(error, RuntimeError) else error)
             return
+        with self._begun:
+            # Numbers gathered beside a round may end after it: their bytes are those of the round, whenever it is read.
+            meter.count(op, self.world_size)
 
         def finish(ended: torch.futures.Future[Any]) -> None:
             arrived = clock()
@@ -243,7 +246,6 @@ class Lane:
                 future.end(None, TypeError("this exchange has a second collective: it needs the lane's thread"))
                 return
             with self._begun:
-                meter.count(op, self.world_size)
                 meter.encode_s += asked - started
                 meter.wire_s += arrived - asked
                 meter.decode_s += clock() - arrived
