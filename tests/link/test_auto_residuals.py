@@ -240,6 +240,30 @@ def test_the_choice_has_the_bits_of_its_own_link_that_begins_with_the_residuals(
         assert all(all(same) for same in three_ranks(go_on_alone, spec, before))
 
 
+def waits(spec: str) -> list[Any]:
+    """Return what links tell of the wait: one whose trial took a candidate, and the candidate's own."""
+    found = []
+    for method in (SHORT, spec):
+        parameters = named_parameters()
+        link, ledger = auto_link(parameters, method), Ledger(parameters)
+        ledger.round(link, 0)
+        if method is SHORT:
+            tuner(link).fix(spec, "a test")
+        ledger.round(link, 1)
+        wait = link.diagnostics()["wait"]
+        found.append((wait["expected_rounds"], wait["advice"]))
+        link.close()
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("spec", ["bf16", *WITH_RESIDUALS])
+def test_the_wait_is_told_of_the_candidate_that_was_taken(three_ranks: Ranks, spec: str) -> None:
+    for by_auto, own in three_ranks(waits, spec):
+        assert by_auto == own
+        assert (own[0] is not None) == (spec == TOP_K)
+
+
 def resume(at: int) -> dict[str, Any]:
     """Continue a trial in another link; then return to the same state in a link that has taken float32."""
     parameters = named_parameters()

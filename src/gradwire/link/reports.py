@@ -99,9 +99,9 @@ class LinkReports:
             this rank's lanes have spent so far; ``wire_s`` adds up casts that are exchanged side by side, so that it
             may exceed the lanes' time. ``wait``: a dict about the number of rounds that a part of a gradient
             waits on average in the residual before it is sent. Its ``expected_rounds`` is the number that the method
-            declares, (1 - delta) / delta if each round sends a share delta of the residual; None if there is no
-            residual or the number is not known. ``measured_rounds`` is |residual|^2 / |sent|^2 of this rank in the last
-            measured round, over compressed parameters; for random blocks it changes much from round to round.
+            in force declares, (1 - delta) / delta if each round sends a share delta of the residual; None if there is
+            no residual or the number is not known. ``measured_rounds`` is |residual|^2 / |sent|^2 of this rank in the
+            last measured round, over compressed parameters; for random blocks it changes much from round to round.
             ``advice`` is the warning about the given optimizer, such as a momentum where either number is above five;
             None if there is no warning.
 
@@ -112,7 +112,8 @@ class LinkReports:
         self._settle()
         rows = parameter_rows(runtime.diagnostics, runtime.memory, self.method.traits.waiting)
         counts = {"rounds": runtime.round, "skipped_rounds": runtime.skipped_rounds}
-        wait = wait_report(self.method, self.optimizer, self._compressed, runtime.diagnostics.wait())
+        in_force = self._selection.planner.method
+        wait = wait_report(in_force, self.optimizer, self._compressed, runtime.diagnostics.wait())
         return {"parameters": rows, "wait": wait, "gauges": self.gauges(), **counts, **runtime.seconds()}
 
     def gauges(self) -> dict[str, float]:
