@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -42,7 +43,7 @@ def outcome(
     future = lane.run(generator, then=succeed, fail=told.append, at_once=at_once)
     waiting = threading.Thread(target=future.wait, daemon=True)
     waiting.start()
-    waiting.join(5)
+    waiting.join(60)
     assert not waiting.is_alive(), "neither callback came to an end"
     if isinstance(told[-1], Exception):
         assert future.error is told[-1]
@@ -111,9 +112,24 @@ def test_what_breaks_between_two_exchanges_is_told_by_the_next(
     def broken() -> None:
         raise KeyError("prepared")
 
-    (transport,) = (lane._transports or {}).values()
+    class Listener:
+        """Hears what broke."""
+
+        def __init__(self) -> None:
+            self.errors: list[Exception] = []
+            self.heard = threading.Event()
+
+        def tell(self, lane: Lane, error: Exception) -> None:
+            self.errors.append(error)
+            self.heard.set()
+
+    (transport,), listener = (lane._transports or {}).values(), Listener()
     monkeypatch.setattr(transport, "end_job", broken)
+    lane.on_failure(weakref.WeakMethod(listener.tell))
     assert outcome(lane, exchange(lambda: None), at_once=False) == [7]
+    # Whoever waits for the first exchange goes on before the lane's thread prepares the next one.
+    assert listener.heard.wait(60)
+    assert [repr(error) for error in listener.errors] == ["KeyError('prepared')"]
     (told,) = outcome(lane, exchange(lambda: None), at_once)
     assert isinstance(told, WireError)
     assert "KeyError: 'prepared'" in str(told)
@@ -177,7 +193,7 @@ def test_a_failure_closes_the_connections_though_its_traceback_is_kept(lane: Lan
     transport = lane._transports[None] if lane._transports else None
     lane.run(exchange(broken), fail=kept.append)
     lane.run(exchange(lambda: None), wait=ended.set)
-    assert ended.wait(5)
+    assert ended.wait(60)
     assert kept
     with pytest.raises(RuntimeError, match="closed"):
         transport.execute(AllToAll(torch.zeros(1, 4, dtype=torch.uint8), torch.empty(1, 4, dtype=torch.uint8)), int)
