@@ -148,7 +148,9 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class _State(threading.local):
-    stream, joined, exempt, current = "main", False, False, False
+    """What holds for one thread: of several, each may be within a call that names another device."""
+
+    stream, joined, exempt, current, to_device = "main", False, False, False, False
 
 
 class FakeGPU(Device):
@@ -305,14 +307,15 @@ class FakeGPU(Device):
             kept = self._called(torch.Tensor.clone, args, {}, False)
             kept.page_locked = True
             return kept
-        arrives = name in ("to", "tensor", "as_tensor") and made is not None and self._to_device and not ours
+        arrives = name in ("to", "tensor", "as_tensor") and made is not None and self.here.to_device and not ours
         locked = bool(found) and getattr(found[0], "page_locked", False)
         if arrives and not (locked and kwargs.get("non_blocking")):
             self._noted()
         if made is not None:
             args, kwargs = made
-        leaves = name in ("cpu", "tolist", "item") or (name == "to" and made is not None and not self._to_device)
-        result = self._called(func, args, kwargs, (bool(ours) or (made is not None and self._to_device)) and not leaves)
+        leaves = name in ("cpu", "tolist", "item") or (name == "to" and made is not None and not self.here.to_device)
+        comes = made is not None and self.here.to_device
+        result = self._called(func, args, kwargs, (bool(ours) or comes) and not leaves)
         if leaves and isinstance(result, torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return here(result).clone()
@@ -331,8 +334,6 @@ class FakeGPU(Device):
                 isinstance(i, torch.Tensor) and not isinstance(i, DeviceTensor) and i.dim() > 0 for i in index
             )
 
-    _to_device = False
-
     def _made_there(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Replace a device that is named by main memory; None where none is."""
         named: list[torch.device] = []
@@ -346,13 +347,13 @@ class FakeGPU(Device):
         changed = tree_map(plain, (args, kwargs))
         if not named or named[-1].type == "meta":
             return None
-        self._to_device = named[-1] == WHERE
+        self.here.to_device = named[-1] == WHERE
         return changed  # type: ignore[no-any-return]
 
     def _moves(self, name: str, args: Any, made: Any) -> bool:
         if name == "copy_":
             return isinstance(args[0], DeviceTensor) != isinstance(args[1], DeviceTensor) and args[1].dim() > 0
-        return made is not None and not self._to_device
+        return made is not None and not self.here.to_device
 
     def _check(self, name: str, found: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
         strangers = [t for t in found if not isinstance(t, DeviceTensor)]
