@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from ranks import Ranks, fresh_ranks
+from ranks import Ranks, fresh_ranks, wait_until_watched
 from sharded import batch, loss_of, meshes, plain, sharded
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
@@ -26,6 +26,7 @@ def train_until(kind: str, when: str) -> tuple[str, str, str]:
     rank, (flat, mesh) = dist.get_rank(), meshes()
     model = sharded(mesh if kind == "HSDP" else flat)
     link = gw.attach(model, "terngrad" if kind == "HSDP" else "qsgd")
+    wait_until_watched()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if when == "backward":
         block = model.blocks[0]
