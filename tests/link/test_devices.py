@@ -15,7 +15,7 @@ import gradwire as gw
 from fake_gpu import FakeGPU, fake_gpu, here, parameters_of, there
 from gradwire.exchange.ops import Reduce
 from log_texts import LogTexts
-from ranks import fresh_ranks
+from ranks import fresh_ranks, wait_until_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -241,6 +241,7 @@ def corrupted(method: str, kind: str) -> tuple[list[bool], str, str]:
     with fake_gpu(), mock.patch.object(StagedTransport, "_returned", changed):
         parameters = parameters_of(SHAPES, True)
         link = gw.Link(parameters.items(), method, min_numel=95, seed=4, lanes=1)
+        wait_until_watched()
         whole, errors = [], []
         for step in range(4):
             for p in parameters.values():

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 import gradwire as gw
 from gradwire.link.adapters.fsdp import IN_FLIGHT
 from gradwire.link.adapters.fsdp_pending import Pending, PendingTensor
-from ranks import Ranks, fresh_ranks
+from ranks import Ranks, fresh_ranks, wait_until_watched
 from sharded import kept_mesh, loss_of, meshes, sharded, shards_of
 
 pytestmark = pytest.mark.ranks
@@ -338,6 +338,7 @@ def broken(kind: str) -> tuple[str, str]:
 
     rank = dist.get_rank()
     model, link = attached(kind, "TernGrad(clip=2.5, share_scaler=False)")
+    wait_until_watched()
     encode, calls = TernaryCodec.encode, [0]
 
     def failing(self: Any, *given: Any, **named: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from ranks import Ranks, fresh_ranks
+from ranks import Ranks, fresh_ranks, wait_until_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -242,6 +242,7 @@ def test_ranks_that_read_different_graphs_are_told_so(four_ranks: Ranks, tmp_pat
 def diverging() -> str:
     rank, module = torch.distributed.get_rank(), built()
     link = gw.Link(module.named_parameters(), "dpsgd", min_numel=0)
+    wait_until_watched()
     for step in range(3):
         if rank == 2 and step == 1:
             with torch.no_grad():
@@ -257,6 +258,7 @@ def leaving() -> str:
     rank, module = torch.distributed.get_rank(), DistributedDataParallel(built())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     link = gw.attach(module, "power_gossip", optimizer=optimizer, min_numel=0)
+    wait_until_watched()
     for step in range(6):
         # Not before DDP has laid out its buckets anew, in the second forward, for which it needs all ranks.
         if rank == 1 and step == 3:

@@ -14,7 +14,7 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.link.round import Round
-from ranks import Ranks, fresh_ranks
+from ranks import Ranks, fresh_ranks, wait_until_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -110,6 +110,7 @@ def test_a_state_loaded_during_an_exchange_is_that_of_a_new_link(three_ranks: Ra
 def loaded_after_a_failure() -> tuple[str, bool, bool]:
     """Load while the exchange in flight fails on rank 1; return the error, and whether all is as it was."""
     training = Training()
+    wait_until_watched()
     training.run(0, 3)
     state = training.state()
     training.run(3, 5)

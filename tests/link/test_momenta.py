@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire.link.found_optimizers import BEFORE_STEPS
 from gradwire.methods.feedback.optimizers import momentum_of
-from ranks import Ranks, fresh_ranks
+from ranks import Ranks, fresh_ranks, wait_until_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -73,6 +73,7 @@ def trained(spec: str, made: str, kind: str, handed: bool = False) -> Any:
         link = gw.attach(module, spec, min_numel=0, **given)
     else:
         module, link = model, gw.Link(model.named_parameters(), spec, min_numel=0, **given)
+    wait_until_watched()
     told, steps = "", 0
     try:
         for step in range(3):
