@@ -20,7 +20,7 @@ import torch
 
 import gradwire as gw
 from gradwire.link.membership.membership_link import MembershipLink
-from ranks import _context, _load
+from ranks import _context, _load, unused_port
 
 WAIT_S = 240.0
 
@@ -72,7 +72,9 @@ class Worker:
         while max(self.steps, default=-1) < round:
             self.read(0.1)
             self._hear_others()
-            assert not self.ended, f"{self.name} ended after step {max(self.steps, default=-1)}: {self.result}"
+            # It may have told its last step and its end at once.
+            latest = max(self.steps, default=-1)
+            assert latest >= round or not self.ended, f"{self.name} ended after step {latest}: {self.result}"
             assert time.monotonic() < end_s, f"{self.name} hangs after step {max(self.steps, default=-1)}"
 
     def end(self) -> Any:
@@ -93,10 +95,31 @@ class Worker:
         if self._process.pid is not None:
             os.kill(self._process.pid, number)
 
+    def stop(self) -> None:
+        """Stop it, wait until all its threads stand still, and read all that it has told.
+
+        It may have taken many steps since the last one that was read.
+        """
+        self.signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self._process.pid}/task")
+        wait_for(lambda: all(_state_of(thread) == "T" for thread in threads.iterdir()))
+        self._hear_others()
+
+    def kill(self) -> None:
+        """End it by SIGKILL, and read all that it has told."""
+        self.signal(signal.SIGKILL)
+        self.end()
+
     def close(self) -> None:
         """End its process."""
         self._process.kill()
         self._process.join()
+
+
+def _state_of(thread: Path) -> str:
+    with contextlib.suppress(OSError):  # it may have ended just then
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 class Crew:
@@ -104,7 +127,8 @@ class Crew:
 
     def __init__(self, state: Path | None = None) -> None:
         self._state = state
-        self._begin("127.0.0.1:0", None)
+        # Where it is started again, the kernel shall not have given its port to somebody else meanwhile.
+        self._begin(f"127.0.0.1:{unused_port()}", None)
         self.secret = self.coordinator.secret
         self.port = self.coordinator.port
         self.workers: list[Worker] = []

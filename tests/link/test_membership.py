@@ -83,13 +83,16 @@ def train(
                 pipe.send(("step", link.round, digest(module)))
             if more.get("sigterm_at") == link.round and not membership.seat.leaving:
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(more.get("pause_s", 0.0))
+            # Until a word comes.
+            pipe.poll(more.get("pause_s", 0.0))
         found = link.diagnostics()["membership"]
         traffic = link.traffic().sent_bytes
         state = link.state_dict()["rank"]
         parts = [state.get(f"residual/{key}", torch.zeros(p.numel())) for key, p in module.named_parameters()]
         kept = torch.cat(parts).double().tolist()
         told = {"round": link.round, "drawn": drawn, "sent": traffic, "left_by_word": membership.left, "grew": grew}
+        # The others may have ended long before this one comes here.
+        told["sizes"] = [len(change.members) for change in membership.changes]
         return {**found, **told, "residual": kept, "gradients": gradients.tolist(), "means": means.tolist()}
 
 
@@ -111,7 +114,7 @@ def same_bits(*workers: Worker) -> int:
 def test_a_worker_killed_in_the_middle_of_a_step_is_left_behind(spec: str) -> None:
     with crew() as workers:
         a, b, c = begin(workers, "abc", spec, b={"die_at": 15})
-        assert (c.end()["members"], a.end()["members"], b.end()) == (2, 2, None)
+        assert (c.end()["sizes"][:2], a.end()["sizes"][:2], b.end()) == ([3, 2], [3, 2], None)
         assert set(a.steps) == set(c.steps) == set(range(1, STEPS + 1))
         assert b.steps
         assert same_bits(a, b, c) == STEPS
@@ -125,7 +128,7 @@ def test_nobody_waits_for_the_report_of_a_worker_whose_process_has_ended() -> No
         # Far longer than a test may take.
         patient = {"grace_s": 600.0}
         a, b, c = begin(workers, "abc", "terngrad", a=patient, b={**patient, "die_at": 15}, c=patient)
-        assert (c.end()["members"], a.end()["members"], b.end()) == (2, 2, None)
+        assert (c.end()["sizes"][:2], a.end()["sizes"][:2], b.end()) == ([3, 2], [3, 2], None)
 
 
 def begin_and_stop_one(workers: Crew, spec: str, silence_s: float) -> list[Worker]:
@@ -133,7 +136,7 @@ def begin_and_stop_one(workers: Crew, spec: str, silence_s: float) -> list[Worke
     soon = {"silence_s": silence_s, "until_told": True}
     a, b, c = begin(workers, "abc", spec, 0, a=soon, b=soon, c=soon)
     b.reach(5)
-    b.signal(signal.SIGSTOP)
+    b.stop()
     return [a, b, c]
 
 
@@ -161,7 +164,7 @@ def test_a_worker_that_was_stopped_while_many_epochs_began_comes_in_again() -> N
         for name in "def":
             comer = workers.start(name, train, spec, 1, 0, {"silence_s": 2.0, "until_told": True})
             comer.reach(1)
-            comer.signal(signal.SIGKILL)
+            comer.kill()
             a.reach(max(comer.steps) + 4)
         while (latest := workers.coordinator.epoch) is None or latest.number < 8:
             time.sleep(0.05)
@@ -198,7 +201,7 @@ def test_connections_that_break_while_members_meet_are_made_again_once(cuts: int
         soon = {"until_told": True, "vanished_s": 2.0}
         a, b, c = begin(workers, "abc", "terngrad", 0, a=soon, b={**soon, "cuts": cuts}, c=soon)
         c.reach(3)
-        c.signal(signal.SIGKILL)
+        c.kill()
         a.reach(max(c.steps) + 4)
         b.reach(max(c.steps) + 4)
         end(a, b)
@@ -208,10 +211,14 @@ def test_connections_that_break_while_members_meet_are_made_again_once(cuts: int
 
 def test_a_newcomer_begins_with_the_state_of_the_others() -> None:
     with crew() as workers:
-        a, b = begin(workers, "ab", "PowerSGD(matrix_rank=2)", 60, a={"pause_s": 0.15})
+        # However long the newcomer takes to start, the others do not come to their end before.
+        a, b = begin(workers, "ab", "PowerSGD(matrix_rank=2)", 60, a={"pause_s": 0.5})
         b.reach(5)
         c = workers.start("c", train, "PowerSGD(matrix_rank=2)", 1, 60, {})
-        assert [w.end()["members"] for w in (a, b, c)] == [3, 3, 3]
+        c.reach(0)
+        a.tell("go on without pauses")
+        assert [w.end()["sizes"][:2] for w in (a, b)] == [[2, 3], [2, 3]]
+        assert c.end()["sizes"][:1] == [3]
         assert min(c.steps) > 5
         assert same_bits(a, b, c) == 60
         assert (a.result["joined"], a.result["lost"], a.result["digests_differed"]) == (1, 0, 0)
@@ -378,9 +385,10 @@ def train_slowly(address: str, secret: str, name: str, pipe: Connection) -> floa
         began_s = time.monotonic()
         while membership.changes[-1].lost != ("c",) and time.monotonic() < began_s + 60:
             time.sleep(0.01)
-        found = time.monotonic() - began_s
+        found, members = time.monotonic() - began_s, membership.world_size
+        # Once it has been taken, the other one may end.
         link.reduce_()
-        return found if membership.world_size == 2 else 60.0
+        return found if members == 2 else 60.0
 
 
 def test_members_meet_again_while_they_compute() -> None:
@@ -395,7 +403,7 @@ def train_with_wrong_digests(
 ) -> tuple[int, int]:
     """Train; after round 2, b computes so many wrong digests of its parameters, and c is killed."""
     usual = link_module.value_terms
-    left = [0]
+    left, epoch = [0], 0
 
     def terms(parameters: Any) -> dict[str, object]:
         left[0] -= 1
@@ -409,12 +417,16 @@ def train_with_wrong_digests(
         while link.round < steps:
             parameter.grad = torch.ones(64)
             link.reduce_()
-            optimizer.step()
             if link.round == 2:
+                # From the optimizer's step on, members may meet.
                 left[0] = wrong if name == "b" else 0
-                if name == "c":
-                    os.kill(os.getpid(), signal.SIGKILL)
-        return link.round, membership.epoch
+            elif link.round == steps - 1:
+                # After the last round, the other one may end.
+                epoch = membership.epoch
+            optimizer.step()
+            if link.round == 2 and name == "c":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return link.round, epoch
 
 
 def test_members_whose_parameters_differ_meet_once_more_and_then_end() -> None:
