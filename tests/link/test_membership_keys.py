@@ -67,7 +67,10 @@ def train(address: str, secret: str, name: str, pipe: Connection, keyed: bool, h
             pipe.send(("step", link.round, zlib.crc32(flat.numpy().data)))
         gc.collect()
         groups = sum(isinstance(found, EpochGroup) for found in gc.get_objects())
-        return {**link.diagnostics()["membership"], "groups": groups}
+        told = {**link.diagnostics()["membership"], "groups": groups}
+        # Nobody leaves, and so begins another epoch for the others, before all have counted.
+        link.reduce_()
+        return told
 
 
 def trained(keyed: bool, hostile: bool) -> tuple[list[dict[int, int]], list[dict[str, int]]]:
