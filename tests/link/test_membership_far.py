@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from crew import crew, learn
+from crew import crew, learn, wait_for
 from gradwire.link.membership import store_steps
 from gradwire.link.membership.board import FAR_S, Board
 from gradwire.link.membership.coordinator_connection import CoordinatorConnection
@@ -55,8 +55,11 @@ def train(
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     with gw.join(address, secret=secret, name=name, least=least, silence_s=30.0, grace_s=3.0) as membership:
         sampler = gw.ElasticSampler(1000, membership, 4)
-        link = gw.Link(module.named_parameters(), spec, group=membership, optimizer=optimizer, min_numel=0)
+        link: Any = gw.Link(module.named_parameters(), spec, group=membership, optimizer=optimizer, min_numel=0)
         local = bool(link.method.traits.local_steps)
+        if is_far and membership.rank == 0:
+            # Until the thread that watches has asked for the first time, the one that trains does.
+            wait_for(lambda: link._read[0] > 0.0)
         while not pipe.poll():
             learn(module, optimizer, sampler.draw() or [0])
             time.sleep(0.02)
