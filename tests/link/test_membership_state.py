@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 import gradwire as gw
-from crew import Crew, Worker, crew
+from crew import Crew, Worker, crew, wait_for
 from gradwire.kernels.pieces import decode, encode
 from gradwire.link.membership import state_server
 from gradwire.link.membership.replay import StepLog, replay
@@ -286,9 +286,12 @@ def train(address: str, secret: str, name: str, pipe: Connection, spec: str, lea
     assert sum(4 * p.numel() for p in module.parameters()) > LARGE_BYTES
     optimizer = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
     if "slow_s" in more:
-        usual = decode
+        usual, begun = decode, [False]
 
         def slow(*args: Any) -> Any:
+            if more.get("tells") and not begun[0]:
+                begun[0] = True
+                pipe.send(("step", -1, None))
             time.sleep(more["slow_s"])
             return usual(*args)
 
@@ -374,8 +377,9 @@ def two_and_a_slow_newcomer(workers: Crew, slow_s: float) -> tuple[Worker, Worke
     """Return two members, and a worker that takes their state slowly and has begun to."""
     a, b = (workers.start(name, train, "terngrad", 2, {}) for name in "ab")
     a.reach(3)
-    c = workers.start("c", train, "terngrad", 1, {"slow_s": slow_s})
-    time.sleep(3.0)
+    c = workers.start("c", train, "terngrad", 1, {"slow_s": slow_s, "tells": True})
+    wait_for(lambda: c.read(0.1))
+    assert c.steps.pop(-1) is None
     return a, b, c
 
 
