@@ -123,7 +123,8 @@ def test_a_rank_that_is_killed_is_named_with_what_the_others_saw() -> None:
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if line.startswith("gradwire: rank 1 was killed by SIGKILL")]
     assert len(told) == 1
-    assert "round 3" in told[0]
+    # Rank 0 has ended its third step, and has begun the exchange of the fourth or not.
+    assert "round 3" in told[0] or "rank 0 could not go on at its next exchange" in told[0]
     assert "torch/distributed/elastic" not in done.stderr
 
 
