@@ -34,6 +34,7 @@ with told.open("a") as file:
 with gw.join(least=1) as membership:
     parameter = torch.nn.Parameter(torch.zeros(100))
     link = gw.Link([parameter], "fp32", group=membership)
+    print("joined", flush=True)
     end = link.round + rounds
     while link.round < end and not membership.left:
         parameter.grad = torch.ones(100)
@@ -103,6 +104,8 @@ def test_a_task_is_trained_by_workers_that_come_and_go(tmp_path: Path, coordinat
         c.wait_for(r"epoch \d+ from round \d+ with 3 members")
         wait_until((tmp_path / "b" / "config.json").exists)
         b.process.kill()
+        # Until then its folder may be locked.
+        assert b.end() == -signal.SIGKILL
         a.wait_for(r"with 2 members; lost \S+")
         # It had no time to write a checkpoint.
         again = Running(tmp_path, "b again", "train", "--resume", "b", "--join", address, "--secret-file", "secret.txt")
@@ -168,7 +171,8 @@ def test_a_script_that_is_killed_is_started_again_and_comes_in(tmp_path: Path, c
     words = ("run", "--join", address, "--max-restarts", 1)
     other = Running(tmp_path, "other", *words, "script.py", "other.log", 1 << 30, 0, secret=secret)
     try:
-        wait_until((tmp_path / "other.log").exists)
+        # Before it has joined, the other one may begin alone, and a signal would end it as any script.
+        other.wait_for("joined")
         once = Running(tmp_path, "once", *words, "script.py", "once.log", 10, 1, secret=secret)
         assert once.end() == 0
         assert "was killed by SIGKILL (out of memory?): starting it again" in once.out.read_text()
