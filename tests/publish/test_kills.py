@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +29,17 @@ class Breaker:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls, self.last = 0, -1
+        # Publishers of several threads may call at once, and each call has a number of its own.
+        self._counting = threading.Lock()
         for name in ("open", "write", "fsync", "replace", "unlink"):
             monkeypatch.setattr(os, name, self._broken(name, getattr(os, name)))
 
     def _broken(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*words: Any, **options: Any) -> Any:
-            self.calls += 1
-            if self.calls == self.last:
+            with self._counting:
+                self.calls += 1
+                is_last = self.calls == self.last
+            if is_last:
                 if name == "write":
                     function(words[0], words[1][: len(words[1]) // 2])
                 raise Crash
