@@ -15,7 +15,7 @@ import pytest
 import torch
 from run_help import Listener, alive, children, model_of, same, start_gradwire, wait_for
 
-from gradwire.tools.experiments import run
+from gradwire.tools.experiments import launch, run
 from gradwire.tools.experiments.config import RunConfig
 from gradwire.tools.experiments.errors import RunError, UsageError, WorkerError
 from gradwire.tools.experiments.folder import RunFolder, checkpoint_steps
@@ -151,13 +151,15 @@ def test_no_worker_outlives_its_parent(
 
 
 def test_a_run_is_continued_by_one_process_and_at_once_after_a_kill(
-    endless: tuple[subprocess.Popen[str], list[int], Path],
+    endless: tuple[subprocess.Popen[str], list[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process, _, folder = endless
     with pytest.raises(RunError, match=f"another process trains in {folder}"):
         run.resume(folder, Listener(), stop_after=1)
     process.kill()
     process.wait()
+    # Its workers hold the lock until they have ended, which a slow disk that one of them writes to puts off.
+    monkeypatch.setattr(launch, "LOCK_PATIENCE_S", 60.0)
     run.resume(folder, Listener(), stop_after=1)
     assert model_of(folder)
 
