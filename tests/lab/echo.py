@@ -41,6 +41,8 @@ def ask(address: str, port: int, count: int, patience_s: float) -> None:
                 while len(found) < count:
                     answer = asker.recv(2048)
                     found.append(time.perf_counter() - sent[answer])
+            # A datagram is sent however long the queue is full.
+            asker.settimeout(None)
 
         for number in range(count):
             word = b"%d" % number
