@@ -17,7 +17,8 @@ from torch import nn
 import gradwire as gw
 import gradwire.link.link as link_module
 from crew import Crew, Worker, crew, cut_off_in_meetings, die_in_exchange, learn, report_late
-from gradwire.link.membership import store_steps
+from gradwire.link.membership import epoch_group, store_steps
+from gradwire.link.peers.connections import Connections
 
 pytestmark = pytest.mark.ranks
 
@@ -52,6 +53,8 @@ def train(
     gradients, means = torch.zeros(785, dtype=torch.float64), torch.zeros(785, dtype=torch.float64)
     if "vanished_s" in more:
         store_steps.VANISHED_S = more["vanished_s"]
+    if more.get("news_after_s"):
+        hear_late_of_ends(more["news_after_s"])
     if "cuts" in more:
         cut_off_in_meetings(more["cuts"])
     if "reports_after_s" in more:
@@ -96,6 +99,18 @@ def train(
         return {**found, **told, "residual": kept, "gradients": gradients.tolist(), "means": means.tolist()}
 
 
+def hear_late_of_ends(seconds: float) -> None:
+    """Let the thread that reads signs of life be told of ends later than the one that reads messages."""
+    lose = Connections._lose
+
+    def late(self: Connections, *given: Any) -> None:
+        time.sleep(seconds)
+        lose(self, *given)
+
+    Connections._lose = late  # type: ignore[method-assign]
+    epoch_group.NEWS_S = 60.0
+
+
 def begin(workers: Crew, names: str, spec: str, steps: int = STEPS, **of: dict[str, Any]) -> list[Worker]:
     return [workers.start(name, train, spec, len(names), steps, of.get(name, {})) for name in names]
 
@@ -123,10 +138,11 @@ def test_a_worker_killed_in_the_middle_of_a_step_is_left_behind(spec: str) -> No
         assert a.result["residuals_lost"] == (traits.waiting in traits.remembers)
 
 
-def test_nobody_waits_for_the_report_of_a_worker_whose_process_has_ended() -> None:
+@pytest.mark.parametrize("news_after_s", [0.0, 0.3])
+def test_nobody_waits_for_the_report_of_a_worker_whose_process_has_ended(news_after_s: float) -> None:
     with crew() as workers:
         # Far longer than a test may take.
-        patient = {"grace_s": 600.0}
+        patient = {"grace_s": 600.0, "news_after_s": news_after_s}
         a, b, c = begin(workers, "abc", "terngrad", a=patient, b={**patient, "die_at": 15}, c=patient)
         assert (c.end()["sizes"][:2], a.end()["sizes"][:2], b.end()) == ([3, 2], [3, 2], None)
 

@@ -44,6 +44,9 @@ GIVE_UP_S = 1.0
 """Time that a message has to end after the connections were broken. Gloo forgets one of which a part was sent or
 received when its connection breaks, and who waits for it waits until :data:`TIMEOUT`."""
 
+NEWS_S = 0.25
+"""Time after a broken message in which a member that has ended is known to have ended: another thread hears of it."""
+
 
 class EpochGroup(Group):
     """The members of an epoch, seen from one of them; ranks are places in the epoch.
@@ -151,6 +154,17 @@ class EpochGroup(Group):
     def vanished(self) -> frozenset[str]:
         """Return the ids of members that ended or fell silent without a word about it."""
         return self._ids(() if self.watch is None else self.watch.vanished(self.ranks))
+
+    def hear_who_vanished(self) -> None:
+        """Wait after a message broke, for :data:`NEWS_S` at most, until a member is known to have vanished.
+
+        The thread of the messages may be told of an end before the one that reads signs of life. Members wait far
+        longer for the report of one that is not known to have ended.
+        """
+        watch = self.watch
+        if watch is not None:
+            with watch.changed:
+                watch.changed.wait_for(lambda: watch.vanished(self.ranks), NEWS_S)
 
     def disconnected(self) -> frozenset[str]:
         """Return the ids of members that vanished after they were connected: they may live on."""

@@ -163,6 +163,9 @@ class EpochLink(Link):
         own = self._runtime.failures.error
         if own is None or not isinstance(own.__cause__, WireError | PayloadError):
             self._fail(error)
+        group = self._epoch_group
+        if group is not None:
+            group.hear_who_vanished()
         return own
 
     def _fail(self, error: Exception) -> NoReturn:
