@@ -114,3 +114,9 @@ def test_workers_that_resume_write_no_step_twice(
     assert {name: result[0] for name, result in found.items() if result is not None} == dict.fromkeys(order, 8)
     assert {name: steps_of(folders / name, "train") for name in order} == trained
     assert {name: steps_of(folders / name, "eval") for name in order} == evaluated
+
+
+def test_a_worker_that_ends_before_its_first_step_has_a_row_too(folders: Path) -> None:
+    gw.replay(gw.MembershipTrace.scripted("ac"), train, planned("fp32"), folders, "a", 4)
+    assert (steps_of(folders / "a", "train"), steps_of(folders / "a", "eval")) == ([1, 2, 3, 4], [0, 4])
+    assert (steps_of(folders / "c", "train"), steps_of(folders / "c", "eval")) == ([], [4])

@@ -135,6 +135,8 @@ class MemberTrainer(Trainer):
     """Trains until the last step, or until this member has left."""
 
     engine: MemberEngine
+    _evaluated: int | None = None
+    """Step of the last evaluation; None while the folder has none."""
 
     def run(self, stop_after: int | None = None) -> None:
         """Train from the step of the others to the last, or to ``stop_after``, and write a checkpoint."""
@@ -144,7 +146,7 @@ class MemberTrainer(Trainer):
         self._record_link()
         if self.step == 0:
             self._evaluate()
-        evaluated = self.step
+            self._evaluated = 0
         while self.step < last and not membership.left:
             self._tell("training")
             times = membership.counts["left_out"]
@@ -163,12 +165,13 @@ class MemberTrainer(Trainer):
                 self._log()
             if self.step % self.plan.task.eval_every == 0:
                 self._evaluate()
-                evaluated = self.step
+                self._evaluated = self.step
             if self._is_due or (self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0):
                 self.save()
         if self._losses:
             self._log()
-        if evaluated != self.step:
+        # Also if it was told to leave before its first step: a run has a row.
+        if self._evaluated != self.step:
             self._evaluate()
         self.save()
         self._record_link()
@@ -184,6 +187,7 @@ class MemberTrainer(Trainer):
         self.elapsed_s, self.base = shared["elapsed_s"], dict(shared["counters"])
         # A training that begins at step 0 evaluates its initial parameters, so that no row of that step is kept.
         past.cut_metrics(min(shared["step"], self.engine.progress.step) or -1)
+        self._evaluated = min(shared["step"], self.engine.progress.step)
 
 
 @contextlib.contextmanager
