@@ -16,6 +16,7 @@ import pytest
 from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
+from crew import wait_for
 from gradwire.tools.cli.app import app
 from gradwire.tools.cli.coordinate_command import reached_at
 from gradwire.tools.cli.join_commands import keep_running, run
@@ -78,13 +79,6 @@ class Running:
         return self.process.wait(WAIT_S)
 
 
-def wait_until(reached: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not reached():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Running]:
     made = Running(tmp_path, "coordinator", "coordinate", "--listen", "127.0.0.1:0", "--secret-file", "secret.txt")
@@ -102,7 +96,7 @@ def test_a_task_is_trained_by_workers_that_come_and_go(tmp_path: Path, coordinat
         a, b, c = workers
         # Two begin together, and the third is taken in, whichever it is.
         c.wait_for(r"epoch \d+ from round \d+ with 3 members")
-        wait_until((tmp_path / "b" / "config.json").exists)
+        wait_for((tmp_path / "b" / "config.json").exists)
         b.process.kill()
         # Until then its folder may be locked.
         assert b.end() == -signal.SIGKILL
