@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import typer
@@ -115,6 +117,22 @@ def test_output_that_cannot_be_written_is_one_line(
             print("a row")
     assert caught.value.exit_code == 1
     assert "gradwire: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+def test_a_stream_that_was_closed_takes_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[TextIO] = []
+
+    def write(prog_name: str) -> None:
+        with handled(debug=False):
+            print("a row")
+        shown.append(sys.stdout)
+
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr("gradwire.tools.cli.app.app", write)
+    main()
+    with shown[0] as stream:
+        assert os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+        assert os.get_inheritable(stream.fileno())
 
 
 def test_json_has_no_word_for_nan(capsys: pytest.CaptureFixture[str]) -> None:
