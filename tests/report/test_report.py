@@ -299,6 +299,20 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_report([tmp_path / "a"], tmp_path / "a" / "config.json" / "page.html")
 
 
+def test_a_page_goes_where_a_link_leads_and_into_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.tools.report.page.render", lambda *parts: "a page")
+    run, link, pipe = write_run(tmp_path / "a"), tmp_path / "link.html", tmp_path / "pipe"
+    link.symlink_to("page.html")
+    for _ in range(2):
+        assert write_report([run], link).is_symlink()
+        assert (tmp_path / "page.html").read_text() == "a page"
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDWR), "rb", buffering=0) as kept:
+        assert write_report([run], pipe).is_fifo()
+        assert kept.read(10) == b"a page"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "link.html", "page.html", "pipe"}
+
+
 def test_a_page_names_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     folder = write_run(tmp_path / os.fsdecode(b"run\xff"))
     assert r"run\udcff" in write_report([folder], tmp_path / "page.html").read_text("utf-8")

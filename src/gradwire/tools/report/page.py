@@ -34,12 +34,16 @@ def write_report(folders: Iterable[Path], output: Path, predicted: Sequence[str]
     left_out: list[str] = []
     runs = load_runs(folders, left_out.append)
     page = render(runs, left_out, predicted)
-    # Two processes may write the page at once.
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    # A link stays one. Two processes may write the page at once.
+    target = Path(os.path.realpath(output))
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
+        # A device or a pipe, such as /dev/stdout, is written to: a file would take its place.
+        replaced = target.is_file() or not output.exists()
         # The name of a folder may hold bytes that are no text.
-        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, output)
+        (temporary if replaced else output).write_text(page, encoding="utf-8", errors="backslashreplace")
+        if replaced:
+            os.replace(temporary, target)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
