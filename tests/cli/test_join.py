@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -17,8 +19,9 @@ from schema_help import fits, schema
 from typer.testing import CliRunner, Result
 
 from crew import wait_for
+from gradwire.errors import GradwireError
 from gradwire.tools.cli.app import app
-from gradwire.tools.cli.coordinate_command import reached_at
+from gradwire.tools.cli.coordinate_command import reached_at, secret_of
 from gradwire.tools.cli.join_commands import keep_running, run
 
 WAIT_S = 240.0
@@ -279,6 +282,20 @@ def test_what_has_no_place_beside_join_is_refused(
     result = call(*words)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_a_secret_that_a_full_disk_does_not_take_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdopen", lambda descriptor, mode: os.close(descriptor) or Full())
+        with pytest.raises(GradwireError, match=r"the secret in .*No space left on device"):
+            secret_of(tmp_path / "secret.txt")
+    assert len(secret_of(tmp_path / "secret.txt")) == 32
 
 
 @pytest.mark.parametrize("kept", [True, False])

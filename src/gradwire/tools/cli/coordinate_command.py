@@ -14,6 +14,7 @@ from types import FrameType
 
 import gradwire as gw
 from gradwire.errors import GradwireError, HyperparameterError
+from gradwire.publish.disk import removed_on_error
 from gradwire.tools.cli.show import print_json
 
 MOST_SECRET_BYTES = 1024
@@ -71,7 +72,8 @@ def secret_of(path: Path) -> str:
     try:
         if not path.exists():
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
+            # An empty file, as a full disk leaves, would be refused from then on.
+            with removed_on_error(path), os.fdopen(descriptor, "w") as file:
                 file.write(secrets.token_urlsafe(24) + "\n")
     except OSError as error:
         raise GradwireError(f"the secret in {path}: {error}") from error
