@@ -6,8 +6,10 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -182,6 +184,20 @@ def test_failures_are_one_line_and_exit_code_1(tmp_path: Path) -> None:
         assert "Traceback" not in result.stderr
     with pytest.raises(Exception, match="is not a run folder"):
         raise call("report", tmp_path, "--debug").exception or AssertionError("no traceback with --debug")
+
+
+@pytest.mark.parametrize("words", [("train", "digits", "--method", "fp32"), ("plan", "--probe")])
+def test_a_launchers_group_that_cannot_be_made_is_one_line(
+    words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    result = call(*words)
+    assert result.exit_code == 1
+    assert re.search("process group cannot be made: .*MASTER_ADDR.* or unset both", result.stderr.splitlines()[-1])
+    assert not list(tmp_path.iterdir())
 
 
 def test_train_report_and_resume_print_rows_that_fit_the_schema(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from gradwire.tools.bench.profile import profile_name, profile_script, usual_opt
 from gradwire.tools.cli.options import PlanOptions, check_figure
 from gradwire.tools.cli.show import print_json, print_plan
 from gradwire.tools.experiments.errors import UsageError
+from gradwire.tools.experiments.worker import make_group
 from gradwire.tools.lab import parse_delay, parse_rate, parse_share
 from gradwire.tools.lab.iproute import congestion_here
 from gradwire.tools.report.verdict import rate_text, seconds_text
@@ -244,7 +245,7 @@ def _probed(options: PlanOptions) -> tuple[Machine, LinkModel, int] | None:
 
     if "RANK" not in os.environ:
         raise UsageError("--probe measures a running group: start it with torchrun, on every machine")
-    dist.init_process_group("gloo")
+    make_group()
     try:
         ranks = _ranks_of_hosts()
         if len(set(ranks)) > 1:

@@ -188,6 +188,21 @@ def stops_on(*numbers: signal.Signals) -> Iterator[Callable[[], int]]:
         restore([number for number in numbers if signal.getsignal(number) is note])
 
 
+def make_group() -> None:
+    """Make the process group of the launcher that started this process, such as torchrun.
+
+    Raises:
+        RunError: its variables are not all there, or the other ranks cannot be reached.
+    """
+    try:
+        dist.init_process_group("gloo")
+    except (ValueError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+        raise RunError(
+            f"RANK and WORLD_SIZE are set, as by torchrun, and their process group cannot be made: {error}; start all "
+            "ranks by torchrun, or unset both to train on this machine alone"
+        ) from error
+
+
 def train_under_torchrun(
     plan: RunConfig, audience: Audience, *, folder: Path | None, overwrite: bool, stop_after: int | None
 ) -> Path:
@@ -201,7 +216,7 @@ def train_under_torchrun(
         raise UsageError("1 worker exchanges nothing: give torchrun --nproc-per-node 2 or more, or --simulate")
     plan = dataclasses.replace(plan, workers=world_size)
     gw.warm_up(plan.method)
-    dist.init_process_group("gloo")
+    make_group()
     rank = dist.get_rank()
     with contextlib.ExitStack() as lock:
         run = RunFolder(_agree_on_folder(plan, folder, overwrite, lock))
