@@ -349,10 +349,19 @@ def test_numbers_are_rounded_for_reading_and_kept_in_json(name: str, exact: floa
     assert found["bits_per_element"] == pytest.approx(exact, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("spec", "default"), [("EDEN(bits=2)", "16"), ("NUQSGD(norm='max')", "Euclid"), ("SparseLoCo(bits=4)", "two bits")]
+)
+def test_a_summary_holds_for_other_settings_too(spec: str, default: str) -> None:
+    (line,) = [line for line in call("methods", spec).stdout.splitlines() if line.startswith("summary:")]
+    assert default not in line
+
+
 @pytest.mark.parametrize("name", list(gw.methods()))
 def test_an_outcome_that_is_a_direction_is_said_to_be_one(name: str) -> None:
     (line,) = [line for line in call("methods", name).stdout.splitlines() if line.startswith("outcome:")]
     assert ("a direction" in line) == gw.method(name).traits.direction
+    assert ("parameters" in line) == (gw.method(name).traits.local_steps > 0)
 
 
 def test_methods_shows_what_auto_tries() -> None:

@@ -63,7 +63,7 @@ class NUQSGD(LevelCompressor):
     name: ClassVar[str] = "nuqsgd"
     tag: ClassVar[int] = 4
     properties: ClassVar[Properties] = Properties(
-        summary="Powers of two times each block's Euclidean norm, rounded without bias",
+        summary="Powers of two times each block's norm, rounded without bias",
         paper="Ramezani-Kebrya et al., NUQSGD, JMLR 2021",
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 512),

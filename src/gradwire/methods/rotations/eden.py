@@ -200,7 +200,7 @@ class EDEN(RotatedLevels):
     name: ClassVar[str] = "eden"
     tag: ClassVar[int] = 30
     properties: ClassVar[Properties] = Properties(
-        summary="Blocks rotated at random, coordinates rounded to the nearest of 16 levels for normal values",
+        summary="Blocks rotated at random, coordinates rounded to the nearest of a few levels for normal values",
         paper="Vargaftik et al., EDEN, ICML 2022",
         bit_stable=True,
         bits_per_element=4 + 32 / 4096,

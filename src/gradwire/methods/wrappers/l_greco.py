@@ -166,7 +166,7 @@ class LGreCo(Dialled):
 
     name: ClassVar[str] = "l_greco"
     properties: ClassVar[Properties] = Properties(
-        summary="For each layer the number of levels with the fewest bytes, within the error of a uniform one",
+        summary="For each layer its own levels, bits or density: the fewest bytes, within the error of a uniform one",
         paper="Alimohammadi et al., L-GreCo, MLSys 2024",
         bit_stable=True,
         bits_per_element=2 * (4 + 32 / 512),

@@ -228,6 +228,7 @@ DELAY_WORKERS, DELAY_SHAPES = 4, {"weight": (1024, 1024), "bias": (1024,)}
 """Workers and parameters for which delays are shown: one bucket of one chunk."""
 
 DIRECTION = "a direction to step in, not the mean: it needs a learning rate of its own"
+PARAMETERS = "parameters, after steps that each worker takes with its own gradients"
 
 
 def method_rows(names: Sequence[str]) -> list[dict[str, Any]]:
@@ -312,6 +313,12 @@ def _family(spec: str) -> str:
     return (import_module(package).__doc__ or package).partition(":")[0].rstrip(".\n")
 
 
+def _outcome(chosen: gw.Method) -> str:
+    if chosen.traits.direction:
+        return DIRECTION
+    return PARAMETERS if chosen.traits.local_steps else "the mean of the gradients, or an estimate of it"
+
+
 def _print_one(row: Mapping[str, Any]) -> None:
     chosen = gw.method(row["spec"])
     lines = {key.replace("_", " "): value for key, value in row.items() if key != "unbiased_note"}
@@ -320,7 +327,7 @@ def _print_one(row: Mapping[str, Any]) -> None:
         lines |= {"candidates": ", ".join(chosen.traits.tries), "turns": chosen.turns, "steps": chosen.steps}
     else:
         lines |= {"unbiased": unbiased_text(row), "bit stable": "yes" if row["bit_stable"] else "no"}
-        lines["outcome"] = DIRECTION if chosen.traits.direction else "the mean of the gradients, or an estimate of it"
+        lines["outcome"] = _outcome(chosen)
     for key, value in lines.items():
         shown = f"{value:.3g}" if isinstance(value, float) else value
         print(f"{key + ':':<18} {'-' if value in (None, '') else shown}")
