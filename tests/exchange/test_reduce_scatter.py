@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,6 +240,17 @@ def test_what_cannot_be_scattered_is_refused_by_name() -> None:
         Planner(gw.method("qsgd"), parameters, 4, Options(collective="reduce_scatter", check=True))
     with pytest.raises(gw.IncompatibleError, match="a simulation needs all of it"):
         gw.SimulatedLink([("w", torch.zeros(10))], "qsgd", 2, collective="reduce_scatter")
+
+
+@pytest.mark.repository
+def test_the_page_names_each_method_that_can_be_scattered_and_each_that_cannot() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fsdp.md").read_text()
+    rows = [re.search(rf"^\| {head} \| (.*) \|$", page, re.MULTILINE) for head in ("methods", "refused.*?")]
+    served, refused = (set(re.findall(r"`(\w+)`", row[1])) for row in rows if row is not None)
+    traits = {name: gw.method(name).traits for name in gw.methods()}
+    assert served == {name for name, its in traits.items() if its.scatters}
+    others = {name for name, its in traits.items() if its.whole_step or its.local_steps}
+    assert refused == traits.keys() - served - others
 
 
 def test_kernels_of_size_alone_serve_the_plan() -> None:
