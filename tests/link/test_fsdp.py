@@ -609,6 +609,7 @@ def refusals() -> dict[str, str]:
     found["columns"] = refusal(lambda: gw.attach(columns, "qsgd"))
     frozen = plain().requires_grad_(False)
     found["frozen"] = refusal(lambda: gw.attach(fully_shard(frozen, mesh=flat), "qsgd"))
+    found["shards in a loop"] = refusal(lambda: gw.Link(sharded(flat).named_parameters(), "qsgd"))
     found["other values"] = refusal(lambda: gw.attach(sharded(mesh, seed=rank // 2), "qsgd"))
     model = plain()
     model.blocks[0].load_state_dict(plain(seed=rank // 2).blocks[0].state_dict())
@@ -635,6 +636,7 @@ def test_what_does_not_fit_is_refused_by_name(four_ranks: Ranks) -> None:
         "own hook": "has an exchange of its own",
         "columns": "sharded along dimension 1",
         "frozen": "requires a gradient: there is nothing to exchange",
+        "shards in a loop": "is a DTensor, and gw.Link exchanges plain tensors: pass the module to gw.attach",
         "other values": "",
         "other frozen values": "",
     }

@@ -83,7 +83,7 @@ class Link(LinkState, LocalStepsUser):
             With a residual that may grow large, its momentum causes a warning. If an optimizer that is not given has a
             momentum beside the method's own, its first ``step()`` raises IncompatibleError, no parameter changes, and
             the link is broken.
-        unit_by_unit: True if the caller waits for each bucket before the next, so that buckets are never joined.
+        unit_by_unit: True for the units of FSDP2, whose parameters are shards, and whose buckets are never joined.
         beside: Ranks outside the group that exchange other shards of the same module. The lowest rank of all logs the
             warnings that concern all, and the end of any rank breaks the link.
         options: See :class:`Options`.
@@ -198,7 +198,7 @@ class Link(LinkState, LocalStepsUser):
         self.method = read_method(method).with_files(self.world_size)
         check_kinds(self.grad_scaler, self.optimizer, counts=bool(self.method.traits.local_steps))
         self.options = Options.of(options)
-        check_parameters(self._parameters)
+        check_parameters(self._parameters, shards=self._unit_by_unit)
         check_lanes(count)
         self._coders = CoderSelection()
         self._cost = CostKeeper(self.method, self.options.link_cost)

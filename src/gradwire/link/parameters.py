@@ -120,8 +120,12 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def check_parameters(parameters: dict[str, torch.Tensor]) -> None:
+def check_parameters(parameters: dict[str, torch.Tensor], *, shards: bool = False) -> None:
     """Raise if parameters cannot be exchanged.
+
+    Args:
+        parameters: The parameters, by name.
+        shards: True if they may be shards of a module.
 
     Raises:
         IncompatibleError: there is no parameter, or one has an unsupported type or values.
@@ -137,6 +141,11 @@ def check_parameters(parameters: dict[str, torch.Tensor]) -> None:
         if not p.is_floating_point():
             raise IncompatibleError(f"parameter {name!r} is {p.dtype}: only floating-point gradients can be exchanged")
         check_steps_in_backward(name, p)
+        if is_sharded(p) and not shards:
+            raise IncompatibleError(
+                f"parameter {name!r} is a DTensor, and gw.Link exchanges plain tensors: pass the module to gw.attach, "
+                "which takes those that torch.distributed.fsdp.fully_shard has sharded"
+            )
         if not bool(torch.isfinite(local_shard(p.detach())).all()):
             raise IncompatibleError(f"parameter {name!r} holds a NaN or inf before the first step: mend it first")
 

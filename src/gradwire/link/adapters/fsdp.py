@@ -195,7 +195,7 @@ class _Scatter(_ShardedExchange):
                 "reduce-scatter; leave collective out"
             )
         tensors = [(p.name, p.tensor) for unit in units for p in unit.parameters]
-        self.link = Link(tensors, method, group=shards, **{**options, "collective": REDUCE_SCATTER})
+        self.link = Link(tensors, method, group=shards, unit_by_unit=True, **{**options, "collective": REDUCE_SCATTER})
         for unit in units:
             _ReduceScatter(self, unit)
 
