@@ -79,6 +79,14 @@ def test_of_two_optimizers_of_other_parameters_each_one_counts(counting: Countin
     assert counting.counted(one, other, other, other, other, one, other) == 2
 
 
+def test_after_the_one_of_two_optimizers_that_steps_last_the_whole_step_is_taken(counting: Counting) -> None:
+    one, other, values = sgd(counting.parameters[0]), sgd(counting.parameters[1]), list[list[float]]()
+    counting._stepped = lambda: values.append([p.tolist()[0] for p in counting.parameters])  # type: ignore[method-assign]
+    counting.begin(other)
+    counting.counted(one, other, one, other)
+    assert [[round(-10 * value) for value in found] for found in values] == [[1, 1], [2, 2]]
+
+
 class Around(torch.optim.Optimizer):
     """An optimizer around another one, with steps of its own."""
 

@@ -59,8 +59,9 @@ def attach(
             grow large (EF-signSGD and 1-bit SGD without small blocks), or in which gradients wait more than five rounds
             on average (error feedback around a hundredth of the elements, or around a tenth chosen at random), its
             momentum causes a warning that says what to do. With local steps its steps are counted; None: those of the
-            first optimizer that holds one of the parameters. Another one that shares parameters with it and steps twice
-            without it, as in a later stage of a training, takes its place.
+            first optimizer that holds one of the parameters. Of several, pass the one that steps last: what others step
+            afterwards waits for the next exchange. Another one that shares parameters with it and steps twice without
+            it, as in a later stage of a training, takes its place.
         grad_scaler: The scaler of automatic mixed precision. Methods that keep a residual or a momentum, or whose
             outcome is a direction, refuse gradients of a scaled loss without it. False: this module's gradients are not
             scaled, even if the program has a scaler.
