@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from gradwire.tools.cli.app import app
 from gradwire.tools.report import ReportError, load_runs, summarize, write_report
+from gradwire.tools.report.load import Run
 from gradwire.tools.report.page import render
 from gradwire.tools.report.verdict import verdicts
 
@@ -106,6 +107,16 @@ def test_labels_that_would_be_equal_name_the_settings_that_differ(tmp_path: Path
         "terngrad, lr 0.2, exclude fc.* embed",
         "terngrad, lr 0.2, exclude fc.* embed #2",
     ]
+
+
+def test_the_work_for_a_run_does_not_grow_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [write_run(tmp_path / str(i), plan=plan(lr=0.1 * i)) for i in range(8)]
+    done: list[str] = []
+    resolve, options = Path.resolve, Run.options.fget
+    monkeypatch.setattr(Path, "resolve", lambda path: (done.append("path"), resolve(path))[1])
+    monkeypatch.setattr(Run, "options", property(lambda run: (done.append("options"), options(run))[1]))
+    assert len(load_runs([*folders, folders[0]])) == 8
+    assert (done.count("path"), done.count("options")) == (9, 8)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -293,6 +294,7 @@ def load_runs(folders: Iterable[Path], say: Callable[[str], None] = lambda sente
         ReportError: a folder is not a run, a file in it is corrupt, or no run has a row of metrics.
     """
     runs: list[Run] = []
+    seen: set[Path] = set()
     left_out: dict[Path, NotBegunError] = {}
     for folder in folders:
         try:
@@ -302,8 +304,9 @@ def load_runs(folders: Iterable[Path], say: Callable[[str], None] = lambda sente
             continue
         for path in members:
             try:
-                if path.resolve() not in [run.path.resolve() for run in runs]:
+                if (resolved := path.resolve()) not in seen:
                     runs.append(_load(path))
+                    seen.add(resolved)
             except NotBegunError as error:
                 left_out[path] = error
     if not runs:
@@ -374,11 +377,15 @@ def _distinct(runs: list[Run]) -> list[Run]:
         if len({run.config.get(name) for run in runs}) > 1:
             parts.append(name)
     labels = [", ".join([run.label, *(_extra(name, run.config.get(name)) for name in parts)]) for run in runs]
+    options = [run.options for run in runs]
+    # Under each label, the values of an option; a run without it does not differ in it.
+    values: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for label, own in zip(labels, options):
+        for name, value in own.items():
+            values[label, name].add(str(value))
     labelled: list[Run] = []
-    for run, label in zip(runs, labels):
-        alike = [other.options for other, its in zip(runs, labels) if its == label]
-        own = run.options
-        told = [name for name in own if len({str(options.get(name, own[name])) for options in alike}) > 1]
+    for run, label, own in zip(runs, labels, options):
+        told = [name for name in own if len(values[label, name]) > 1]
         label = ", ".join([label, *(setting_text(name, own[name]) for name in told)])
         same = sum(other.label == label or other.label.startswith(f"{label} #") for other in labelled)
         labelled.append(replace(run, label=f"{label} #{same + 1}" if same else label))
