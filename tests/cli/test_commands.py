@@ -349,9 +349,7 @@ def test_numbers_are_rounded_for_reading_and_kept_in_json(name: str, exact: floa
     assert found["bits_per_element"] == pytest.approx(exact, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("spec", "default"), [("EDEN(bits=2)", "16"), ("NUQSGD(norm='max')", "Euclid"), ("SparseLoCo(bits=4)", "two bits")]
-)
+@pytest.mark.parametrize(("spec", "default"), [("EDEN(bits=2)", "16"), ("NUQSGD(norm='max')", "Euclid")])
 def test_a_summary_holds_for_other_settings_too(spec: str, default: str) -> None:
     (line,) = [line for line in call("methods", spec).stdout.splitlines() if line.startswith("summary:")]
     assert default not in line

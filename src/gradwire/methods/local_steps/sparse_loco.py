@@ -145,7 +145,7 @@ class SparseLoCo(LocalStepsMethod):
 
     name: ClassVar[str] = "sparse_loco"
     properties: ClassVar[Properties] = Properties(
-        summary="Workers step by themselves and send few elements of what they changed, in few bits",
+        summary="Workers step by themselves and send few elements of what they changed, in two bits",
         paper="SparseLoCo, 2025",
         bit_stable=True,
         bits_per_element=2 / 64 * (2 + 7.4),
