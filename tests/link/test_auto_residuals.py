@@ -76,7 +76,8 @@ def test_a_choice_with_a_residual_says_what_it_costs_and_how_to_train() -> None:
     assert note_of("GTopK(density=0.3)") == (
         "it keeps a residual on each rank; no table of docs/accuracy.md has its accuracy"
     )
-    assert note_of("fp32") is None
+    assert [note_of(spec) for spec in ("fp32", "alq", "diana", "diloco", "power_gossip")] == [None] * 5
+    assert "it keeps a residual" in str(note_of("dgc"))
     assert str(choice_text("powersgd", "the fastest", note_of("powersgd"))).startswith(
         "auto took powersgd (the fastest): it keeps a residual"
     )

@@ -108,7 +108,8 @@ def training_advice(spec: str) -> str | None:
 def note_of(spec: str) -> str | None:
     """Return what a choice of a method states beside its speed; None if there is nothing to state."""
     parts = [text for text in (accuracy_text(spec), training_advice(spec)) if text is not None]
-    if method(spec).traits.remembers:
+    traits = method(spec).traits
+    if traits.waiting in traits.remembers:
         parts.insert(0, "it keeps a residual on each rank")
         if len(parts) == 1:
             parts.append(f"no table of {PAGE} has its accuracy")
