@@ -42,6 +42,13 @@ def test_what_holds_no_patterns_is_refused(exclude: Any) -> None:
         Options(exclude=exclude)
 
 
+def test_an_unknown_backend_is_refused_also_where_no_kernel_is_needed() -> None:
+    with pytest.raises(gw.HyperparameterError, match="unknown kernel backend 'cpu-plane'; did you mean 'cpu-plain'"):
+        gw.SimulatedLink([("w", torch.zeros(10))], "bf16", 2, backend="cpu-plane")
+    with pytest.raises(gw.HyperparameterError, match="unknown kernel backend 'None'"):
+        Options(backend=None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("seed", [True, False, 1.0, "1", None, 1 << 1024])
 def test_a_seed_is_a_whole_number(seed: Any) -> None:
     """True would pass for 1, and draw another stream where a seed is hashed as text."""

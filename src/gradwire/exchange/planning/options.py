@@ -17,7 +17,7 @@ Fallback = Literal["bf16", "fp32"]
 KernelBackend = Literal["auto", "cpu", "cpu-plain", "reference", "triton"]
 TransportName = Literal["auto", "gloo", "nccl", "staged"]
 
-FALLBACKS, TRANSPORTS = get_args(Fallback), get_args(TransportName)
+BACKENDS, FALLBACKS, TRANSPORTS = get_args(KernelBackend), get_args(Fallback), get_args(TransportName)
 
 CHUNK_NUMEL = 1 << 23
 """Default number of elements in a chunk; the result does not depend on it."""
@@ -103,6 +103,9 @@ class Options:
                 continue
             require(is_whole(value, least), name, f"a whole number of at least {least} is needed, not {value!r}")
         check_seed(self.seed)
+        # Casts need no kernels, and would take any name. Dry runs take "meta".
+        if self.backend not in (*BACKENDS, "meta"):
+            raise HyperparameterError(unknown("kernel backend", str(self.backend), BACKENDS))
         known = self.transport in TRANSPORTS
         require(known, "transport", f"one of {', '.join(TRANSPORTS)} is needed, not {self.transport!r}")
         stated = self.link_cost is None or isinstance(self.link_cost, LinkCost)
