@@ -48,6 +48,14 @@ def test_parameters_without_names_of_their_own_are_refused(parameters: Any, part
     assert part in str(caught.value)
 
 
+def test_a_round_of_which_no_state_could_go_on_is_refused() -> None:
+    ones = torch.ones(1, 2)
+    last = gw.simulate(ones, "fp32", round=2**48 - 2)
+    with pytest.raises(gw.HyperparameterError, match=r"round: a whole number from 0 to 2\^48 - 2 is needed"):
+        gw.simulate(ones, "fp32", round=2**48 - 1)
+    gw.simulate(ones, "fp32", state=last.state)
+
+
 def test_pairs_may_be_a_dict() -> None:
     link = gw.SimulatedLink({"w": torch.empty(3)}, "fp32", 2)  # type: ignore[arg-type]
     assert link.numel == 3

@@ -24,7 +24,7 @@ from gradwire.link.memory_order import add_orders, check_orders, in_memory_order
 from gradwire.link.parameters import names_of_round
 from gradwire.link.selection.autotune import say_dropped
 from gradwire.link.selection.link_cost import CoderSelection, CostKeeper
-from gradwire.link.state import LINK_STATE, check_state, of_another_size, remembered, with_rank
+from gradwire.link.state import LINK_STATE, MOST_ROUNDS, check_state, of_another_size, remembered, with_rank
 from gradwire.methods.spec import method as read_method
 from gradwire.seeds import LinkNumber
 from gradwire.version import __version__
@@ -349,7 +349,7 @@ def simulate(
         method: A method or its spec.
         state: ``state`` of an earlier result; its round replaces ``round``.
         seed: Seed of the random streams.
-        round: Number of the round, on which random numbers depend.
+        round: Number of the round, up to 2^48 - 2, on which random numbers depend.
         link_cost: Cost of a message, for methods that depend on it.
 
     Returns:
@@ -380,7 +380,7 @@ def simulate(
             raise IncompatibleError(f"the gradient of {name!r} is {g.dtype}: give floats, as by gradients.float()")
     like = {n: torch.empty_like(g, requires_grad=False) for n, g in workers[0].items()}
     link = SimulatedLink(like.items(), method, len(workers), seed=seed, min_numel=0, link_cost=link_cost)
-    require(is_whole(round, 0), "round", f"a whole number of at least 0 is needed, not {round!r}")
+    require(is_whole(round, 0, MOST_ROUNDS - 2), "round", f"a whole number from 0 to 2^48 - 2 is needed, not {round!r}")
     link.round = round
     if state is not None:
         link.load_state_dict(state)
