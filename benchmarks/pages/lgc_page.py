@@ -111,7 +111,11 @@ def drift() -> list[str]:
     made = result("claims/lgc_drift")
     if made is None:
         return []
-    kinds = {"LGC": "LGC's trained decoder", "RankCurve": "the curve of the second phase", "own curve": "a curve fitted to the same rounds"}
+    kinds = {
+        "LGC": "LGC's trained decoder",
+        "RankCurve": "the curve of the second phase",
+        "own curve": "a curve fitted to the same rounds",
+    }
     windows = list(zip(*(run["windows"] for run in made["runs"])))
     found = [{label: [run["error"][label] for run in window] for label in kinds} for window in windows]
     first, last = ({label: mean(errors[label]) for label in kinds} for errors in (found[0], found[-1]))
