@@ -136,7 +136,7 @@ def drift() -> list[str]:
     lines += [
         "",
         f"Errors grow for every decoder, since gradients become less alike: the best curve's by {last['own curve'] - first['own curve']:.3f}. Those of LGC's frozen decoder grow by {last['LGC'] - first['LGC']:.3f}, so it fits later gradients less well. "
-        f"The curve that was fitted once grows by {last['RankCurve'] - first['RankCurve']:.3f}: over {made['rounds']} rounds LGC's decoder, whose code says something of the values of today, keeps more of its accuracy than the curve that does as well at first. "
+        f"That of the curve that was fitted once grows by {last['RankCurve'] - first['RankCurve']:.3f}: over {made['rounds']} rounds LGC's decoder, whose code says something of the values of today, keeps more of its accuracy than the curve that does as well at first. "
         f"Fitted anew, the curve would err by {last['own curve']:.3f}.",
         "",
     ]
