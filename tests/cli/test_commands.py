@@ -200,6 +200,14 @@ def test_a_launchers_group_that_cannot_be_made_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_launchers_number_of_ranks_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    result = call("train", "digits", "--method", "fp32")
+    assert result.exit_code == 2
+    assert "WORLD_SIZE is 'two', no number of ranks: start all ranks by torchrun" in result.stderr
+
+
 def test_train_report_and_resume_print_rows_that_fit_the_schema(tmp_path: Path) -> None:
     out = tmp_path / "run"
     trained = call("train", "digits", *SIMULATED, "--out", out, "--stop-after", 3, "--json")

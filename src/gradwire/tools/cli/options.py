@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -359,14 +358,15 @@ def with_torchruns_workers(context: typer.Context, training: TrainingOptions) ->
     """Return the options with the number of workers that torchrun started, if it started this process as one of them.
 
     Raises:
-        UsageError: the user gave another number.
+        UsageError: the user gave another number, or torchrun's variable is none.
     """
     from gradwire.tools.experiments.errors import UsageError
     from gradwire.tools.experiments.run import under_torchrun
+    from gradwire.tools.experiments.worker import ranks_started
 
     if training.simulate or training.lab is not None or not under_torchrun():
         return training
-    started, source = int(os.environ["WORLD_SIZE"]), context.get_parameter_source("workers")
+    started, source = ranks_started(), context.get_parameter_source("workers")
     if training.workers != started and getattr(source, "name", "") == "COMMANDLINE":
         raise UsageError(f"--workers {training.workers}, and torchrun has started {started}: leave --workers out")
     # The training itself says what to do if it is one.

@@ -52,7 +52,10 @@ TEMPORARY = ".tmp"
 RECORD = 1
 """Version of ``config.json``, under "gradwire_run"."""
 
-CONTINUE = "free space or choose another folder, then continue with --resume: earlier rows and checkpoints are intact"
+CONTINUE = (
+    "free space or choose another folder; what was written before is intact: --resume goes on from the last "
+    "checkpoint, and --overwrite begins again where there is none"
+)
 """Advice if a run cannot be written any more."""
 
 RECORD_KEYS = {"method", "plan", "world_size"}

@@ -188,6 +188,21 @@ def stops_on(*numbers: signal.Signals) -> Iterator[Callable[[], int]]:
         restore([number for number in numbers if signal.getsignal(number) is note])
 
 
+def ranks_started() -> int:
+    """Return the number of ranks that a launcher, such as torchrun, says it has started.
+
+    Raises:
+        UsageError: its variable is no whole number.
+    """
+    told = os.environ["WORLD_SIZE"]
+    if not told.isdecimal():
+        raise UsageError(
+            f"WORLD_SIZE is {told!r}, no number of ranks: start all ranks by torchrun, or unset RANK and WORLD_SIZE to "
+            "train on this machine alone"
+        )
+    return int(told)
+
+
 def make_group() -> None:
     """Make the process group of the launcher that started this process, such as torchrun.
 
@@ -211,7 +226,7 @@ def train_under_torchrun(
     Raises:
         GradwireError: rank 0 could not make the folder (raised on every rank), or the training failed.
     """
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = ranks_started()
     if world_size == 1:
         raise UsageError("1 worker exchanges nothing: give torchrun --nproc-per-node 2 or more, or --simulate")
     plan = dataclasses.replace(plan, workers=world_size)
