@@ -302,16 +302,17 @@ def test_where_nothing_can_be_locked_a_run_goes_on(tmp_path: Path, monkeypatch: 
 
 def test_a_lock_ends_with_its_process_whatever_that_has_started(tmp_path: Path) -> None:
     """Forks have copies of all descriptors, and commands inherit what is not closed for them."""
+    # A line in one write: with PYTHONUNBUFFERED, ``print`` writes the end of the line apart, and two lines mix.
     code = (
         "import os, subprocess, sys; from pathlib import Path\n"
         "from gradwire.tools.experiments.folder import RunFolder\n"
         "with RunFolder(Path(sys.argv[1])).locked():\n"
         "    if os.fork() == 0:\n"
-        "        print('forked', flush=True)\n"
+        "        os.write(1, b'forked\\n')\n"
         "        sys.stdin.read()\n"
         "        os._exit(0)\n"
         "    subprocess.Popen(['cat'], stdout=subprocess.DEVNULL, close_fds=False)\n"
-        "    print('locked', flush=True)\n"
+        "    os.write(1, b'locked\\n')\n"
         "    os.wait()\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
