@@ -15,7 +15,7 @@ import torch._dynamo
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
-import gradwire  # noqa: F401
+import gradwire.interface  # noqa: F401
 from gradwire.kernels import CODERS, FAMILIES, checksum, get_kernels
 
 torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ LAYERS = {
     # Beside its own exact code, it rounds differences by any operator.
     "publish": {"errors", "kernels", "exchange.method", "methods", "methods.spec"},
     "integrations": {"errors", "exchange.method", "link", "link.adapters", "methods.spec"},
-    "__init__": {
+    "interface": {
         "errors",
         "exchange.drivers",
         "exchange.method",
@@ -102,6 +103,8 @@ LAYERS = {
         "publish",
         "version",
     },
+    # Loads the interface at the first use of a name; type checkers see where names are from.
+    "__init__": {"interface", "link.adapters", "methods.registry", "version"},
     # Above the public interface: these build on `import gradwire`, and on a few parts of the library by name.
     "tools.processes": {"errors"},
     "tools.lab": {"errors", "tools.processes"},
@@ -448,14 +451,35 @@ def test_the_repository_names_no_machine() -> None:
 
 
 def test_importing_is_cheap() -> None:
-    """No optional library, no compiler, no process group comes with `import gradwire`."""
+    """No optional library, no compiler, no process group comes with `import gradwire` and its names."""
     code = (
-        "import sys, gradwire, gradwire.kernels;"
+        "import sys, gradwire, gradwire.kernels; gradwire.attach;"
         "bad = [m for m in ('numba', 'llvmlite', 'triton', 'matplotlib', 'sklearn', 'typer', 'rich', 'jinja2') "
         "if m in sys.modules]; print(bad); sys.exit(bool(bad))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_package_loads_nothing_before_a_name_is_used() -> None:
+    code = (
+        "import sys, gradwire as gw; before = set(sys.modules); assert not before & {'torch', 'gradwire.interface'};"
+        # A subpackage of the same name must not take the function's place, whenever it is imported.
+        "from gradwire.methods import registry; assert gw.methods is registry.methods;"
+        "assert gw.TernGrad is registry.TernGrad and gw.errors.GradwireError and not hasattr(gw, 'TernGard');"
+        "assert dir(gw) == sorted(gw.__all__); names = {}; exec('from gradwire import *', names);"
+        "assert set(gw.__all__) <= set(names) and names['methods'] is gw.methods"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "1"), ("0", "0")])
+def test_importing_has_gloo_ask_for_all_addresses_at_once(given: str | None, kept: str) -> None:
+    code = "import gradwire, os; print(os.environ['GLOO_ENABLE_STORE_V2_API'])"
+    environment = {name: value for name, value in os.environ.items() if name != "GLOO_ENABLE_STORE_V2_API"}
+    environment |= {} if given is None else {"GLOO_ENABLE_STORE_V2_API": given}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == kept
 
 
 def test_public_names_exist_and_are_documented() -> None:

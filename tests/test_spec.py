@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import gradwire as gw
 from cases import CASES, EVERY
 from gradwire.methods.registry import METHODS
-from gradwire.tools.cli.show import method_rows
+from gradwire.tools.cli.methods_command import method_rows
 
 
 @pytest.mark.parametrize("method", EVERY, ids=repr)

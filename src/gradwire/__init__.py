@@ -1,66 +1,57 @@
 """Data-parallel PyTorch training over slow links: gradients packed to a few bits per element, for real."""
 
-from gradwire import integrations
-from gradwire.errors import (
-    BackendError,
-    ExchangeError,
-    GradwireError,
-    HyperparameterError,
-    IncompatibleError,
-    LeftOutError,
-    PayloadError,
-    RankMismatchError,
-)
-from gradwire.exchange.drivers import Traffic
-from gradwire.exchange.method import Method, Properties
-from gradwire.exchange.network_cost import LinkCost
-from gradwire.exchange.traits import Traits
-from gradwire.graphs import CDFGNN, VARCO, Halo, Isolated, halo_method
-from gradwire.link.adapters import *  # noqa: F403
-from gradwire.link.adapters import __all__ as _adapters
-from gradwire.methods.auto import Auto
-from gradwire.methods.registry import *  # noqa: F403
-from gradwire.methods.registry import __all__ as _registry
-from gradwire.methods.spec import method, register
-from gradwire.optim import L1, Box, ProximalSGD
-from gradwire.publish import Publication, WeightPublisher, WeightSubscriber
+import os
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from gradwire.version import __version__
 
-__all__ = [
-    "CDFGNN",
-    "L1",
-    "VARCO",
-    "Auto",
-    "BackendError",
-    "Box",
-    "ExchangeError",
-    "GradwireError",
-    "Halo",
-    "HyperparameterError",
-    "IncompatibleError",
-    "Isolated",
-    "LeftOutError",
-    "LinkCost",
-    "Method",
-    "PayloadError",
-    "Properties",
-    "ProximalSGD",
-    "Publication",
-    "RankMismatchError",
-    "Traffic",
-    "Traits",
-    "WeightPublisher",
-    "WeightSubscriber",
-    "__version__",
-    "halo_method",
-    "integrations",
-    "method",
-    "register",
-]
-__all__ += _adapters
-__all__ += _registry
+if TYPE_CHECKING:
+    # For type checkers and editors. mypy does not follow lists of names through a second module, so all three are here.
+    from gradwire import interface
+    from gradwire.interface import *  # noqa: F403
+    from gradwire.link import adapters
+    from gradwire.link.adapters import *  # noqa: F403
+    from gradwire.methods import registry
+    from gradwire.methods.registry import *  # noqa: F403
+
+    __all__ = ["__version__"]
+    __all__ += interface.__all__
+    __all__ += adapters.__all__
+    __all__ += registry.__all__
+
+# Without it, Gloo asks the store for one address after the other, with three round trips for each. It is set
+# here for process groups that are made before any name is used.
+os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 
 
-def __dir__() -> list[str]:
-    """List what users need; modules are imported by their names."""
-    return sorted(__all__)
+class _Package(ModuleType):
+    """This package, whose public names are loaded together, with torch, at the first use of one.
+
+    So a command shows its help, takes its options and ends at Ctrl-C without the seconds that torch takes to import.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        interface = import_module("gradwire.interface")
+        for each in interface.__all__:
+            setattr(self, each, getattr(interface, each))
+        self.__all__ = interface.__all__
+        try:
+            # Modules of this package that are loaded by now are here, too.
+            return vars(self)[name]
+        except KeyError:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python sets each subpackage as it is imported. ``gradwire.methods`` is the function, and not the subpackage.
+        if not (name == "methods" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        """List what users need; modules are imported by their names."""
+        return sorted(self.__all__)
+
+
+sys.modules[__name__].__class__ = _Package

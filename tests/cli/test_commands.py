@@ -22,7 +22,8 @@ from typer.testing import CliRunner, Result
 import gradwire as gw
 from gradwire.tools.cli.app import app
 from gradwire.tools.cli.main import main
-from gradwire.tools.cli.show import handled, method_rows, print_json, unbiased_text
+from gradwire.tools.cli.methods_command import method_rows, unbiased_text
+from gradwire.tools.cli.show import handled, print_json
 
 SIMULATED = ["--simulate", "--steps", "6", "--eval-every", "3"]
 
@@ -150,18 +151,32 @@ def test_output_shows_what_its_encoding_does_not_have(monkeypatch: pytest.Monkey
     assert written.getvalue() == rb"run\udcff \xe9" + b"\n"
 
 
+@pytest.mark.parametrize(("module", "words"), [("rich", []), ("torch", ["methods"])])
 def test_an_interruption_while_libraries_are_imported_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, words: list[str], tmp_path: Path
 ) -> None:
-    class Interrupted:
-        def __getattr__(self, name: str) -> None:
-            raise KeyboardInterrupt
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from gradwire.tools.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr.startswith("gradwire: interrupted")
+    assert done.stderr.count("\n") == 1
 
-    monkeypatch.setitem(sys.modules, "gradwire.tools.cli.app", Interrupted())  # type: ignore[arg-type]
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 130
-    assert capsys.readouterr().err == "gradwire: interrupted\n"
+
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        (["--help"], 0, "Usage: gradwire"),
+        (["train", "--help"], 0, "--method"),
+        (["lab", "--bandwidth", "none", "--", "true"], 2, "bandwidth"),
+        (["report", "no-run"], 1, "no-run is not a folder"),
+        (["run", "--join", "h:1", "--secret-file", "s", "no.py"], 2, "script no.py does not exist"),
+    ],
+)
+def test_commands_that_exchange_nothing_do_without_torch(words: list[str], code: int, shown: str) -> None:
+    started = "import sys; sys.modules['torch'] = None; from gradwire.tools.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", started, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, shown in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
 
 
 def test_unknown_commands_and_options_are_bad_usage() -> None:
@@ -398,7 +413,7 @@ def test_the_package_itself_is_the_command_line() -> None:
     assert (done.returncode, "float32" in done.stdout.lower()) == (0, True), done.stderr
 
 
-def test_help_is_quick_to_import_and_missing_libraries_are_one_line() -> None:
+def test_missing_libraries_are_one_line() -> None:
     code = "import sys; sys.modules['typer'] = None; from gradwire.tools.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -407,8 +422,9 @@ def test_help_is_quick_to_import_and_missing_libraries_are_one_line() -> None:
 
 def test_importing_gradwire_imports_nothing_of_the_command_line() -> None:
     code = (
-        "import sys, gradwire; bad = {'typer', 'rich', 'jinja2', 'matplotlib', 'sklearn', 'gradwire.tools.experiments',"
-        " 'gradwire.tools.report', 'gradwire.tools.cli'} & set(sys.modules); sys.exit(bool(bad))"
+        "import sys, gradwire; gradwire.attach; bad = {'typer', 'rich', 'jinja2', 'matplotlib', 'sklearn',"
+        " 'gradwire.tools.experiments', 'gradwire.tools.report', 'gradwire.tools.cli'} & set(sys.modules);"
+        " sys.exit(bool(bad))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -21,8 +21,9 @@ from typer.testing import CliRunner, Result
 from crew import wait_for
 from gradwire.errors import GradwireError
 from gradwire.tools.cli.app import app
-from gradwire.tools.cli.coordinate_command import reached_at, secret_of
+from gradwire.tools.cli.coordinate_command import reached_at
 from gradwire.tools.cli.join_commands import keep_running, run
+from gradwire.tools.cli.secret_file import secret_of
 
 WAIT_S = 240.0
 
@@ -195,6 +196,21 @@ def test_a_script_is_not_warned_of_each_connection_that_ends(
         monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", own)
     assert run("127.0.0.1:1", None, script, [str(told)], "0") == 0
     assert told.read_text() == (own or "ERROR")
+
+
+@pytest.mark.parametrize("own", [None, "INFO"])
+def test_a_worker_is_not_warned_of_each_connection_that_ends(
+    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reads the variable when it is imported; here it is a module that shows the variable."""
+    (tmp_path / "torch.py").write_text("import os, sys; sys.exit(os.environ['TORCH_CPP_LOG_LEVEL'])")
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    if own is not None:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", own)
+    started = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from gradwire.tools.cli.main import main; main()"
+    command = [sys.executable, "-c", started, "train", "digits", "--join", "127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == (own or "ERROR")
 
 
 @pytest.mark.parametrize(("script", "code"), [("import os; os.kill(os.getpid(), 9)", 128 + 9), ("exit(7)", 7)])

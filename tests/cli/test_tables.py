@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gradwire.tools.cli.show import print_methods, print_runs, print_steps, print_table, table_of
+from gradwire.tools.cli.methods_command import print_methods
+from gradwire.tools.cli.show import print_runs, print_steps, print_table, table_of
 
 NUMBERS = ["97.22 %", "0.1234", "431 ms", "2.5 min", "12.4 MB", "12.30", "2.60"]
 SPEC = "DiLoCo(ErrorFeedback(TopK(density=0.05)), every=16)"

@@ -55,7 +55,7 @@ from gradwire.methods.wrappers.hierarchical import Hierarchical
 from gradwire.methods.wrappers.l_greco import LGreCo
 from gradwire.methods.wrappers.scheduled import Scheduled
 
-__all__ = [
+__all__: list[str] = [
     "ACPSGD",
     "ALQ",
     "ALQN",

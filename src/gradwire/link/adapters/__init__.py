@@ -18,7 +18,7 @@ from gradwire.link.simulated_server import ServerTurn, SimulatedServer
 from gradwire.link.site import warm_up
 from gradwire.link.weight_link import WeightLink
 
-__all__ = [
+__all__: list[str] = [
     "Coordinator",
     "ElasticSampler",
     "HaloLink",

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from gradwire.tools.cli import join_commands, publish_app
 from gradwire.tools.cli import options as o
-from gradwire.tools.cli import publish_app
 from gradwire.tools.cli.show import handled
 
 app = typer.Typer(
@@ -176,6 +176,9 @@ def train(
     Example: [cyan]gradwire train digits --method terngrad --workers 4[/cyan]
     """
     with handled(debug):
+        if membership.join is not None:
+            # Before anything imports torch.
+            join_commands.silence_torch()
         from gradwire.tools.cli import commands
 
         how: dict[str, Any] = {"stop_after": stop_after, "as_json": as_json, "debug": debug}
@@ -185,8 +188,6 @@ def train(
             if membership.join is None:
                 commands.resume(resume, **how)
             else:
-                from gradwire.tools.cli import join_commands
-
                 join_commands.resume(resume, membership.join, membership.secret_file, **how)
             return
         config = _run_config(
@@ -199,8 +200,6 @@ def train(
             log_every=log_every,
         )
         if membership.join is not None:
-            from gradwire.tools.cli import join_commands
-
             allowed = set(context.params) - {"simulate", "lab", "ema"}
             o.refuse_beside(context, "--join", allowed, "makes this process one worker")
             how |= {"overwrite": overwrite}
@@ -290,8 +289,6 @@ def run(
     """
     with handled(debug):
         if membership.join is not None:
-            from gradwire.tools.cli import join_commands
-
             allowed = {"join", "secret_file", "script", "arguments", "max_restarts", "debug"}
             o.refuse_beside(context, "--join", allowed, "runs a script that makes its own link")
             told = (script, arguments or [], torchrun.max_restarts)
@@ -323,7 +320,8 @@ def methods(
     Example: [cyan]gradwire methods terngrad[/cyan]
     """
     with handled(debug):
-        from gradwire.tools.cli.show import method_rows, print_json, print_methods
+        from gradwire.tools.cli.methods_command import method_rows, print_methods
+        from gradwire.tools.cli.show import print_json
 
         rows = method_rows([name] if name else [])
         print_json(rows) if as_json else print_methods(rows, in_full=everything)
@@ -341,9 +339,11 @@ def report(
     Example: [cyan]gradwire report runs/digits-compare-* -o report.html[/cyan]
     """
     with handled(debug):
-        from gradwire.tools.cli import commands
+        from gradwire.tools.cli.show import print_summary
+        from gradwire.tools.report import write_report
 
-        commands.report(runs, out, as_json=as_json)
+        write_report(runs, out)
+        print_summary(runs, out, as_json=as_json)
 
 
 @bench.command()

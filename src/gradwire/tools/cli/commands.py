@@ -1,4 +1,4 @@
-"""The work of ``gradwire train``, ``compare`` and ``report``: progress on standard error, results on standard output.
+"""The work of ``gradwire train`` and ``compare``: progress on standard error, results on standard output.
 
 Progress is one live line on a terminal, and a line every ten seconds elsewhere.
 """
@@ -6,7 +6,6 @@ Progress is one live line on a terminal, and a line every ten seconds elsewhere.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -23,11 +22,11 @@ from gradwire.model.forecast import Scenario, forecast
 from gradwire.model.machine import DEFAULT, LinkModel, Machine
 from gradwire.tools.bench.predict import default_path
 from gradwire.tools.bench.profile import options_of_steps, profile_plan, profiled_by_name
-from gradwire.tools.cli.show import print_json, print_runs, print_verdicts
+from gradwire.tools.cli.show import print_summary
 from gradwire.tools.experiments import run
 from gradwire.tools.experiments.config import RunConfig
-from gradwire.tools.report import load_runs, summarize_folders, write_report
-from gradwire.tools.report.verdict import percent, seconds_text, verdicts
+from gradwire.tools.report import write_report
+from gradwire.tools.report.verdict import percent, seconds_text
 
 PLAIN_LINE_EVERY_S = 10.0
 """Seconds between two lines if standard error is not a terminal."""
@@ -284,7 +283,7 @@ def train(
 
 def print_run(folder: Path, *, as_json: bool) -> None:
     """Print a run's row of the table."""
-    _print([folder], folder / "report.html", as_json=as_json)
+    print_summary([folder], folder / "report.html", as_json=as_json)
 
 
 def resume(folder: Path, *, stop_after: int | None, as_json: bool, debug: bool) -> None:
@@ -301,24 +300,8 @@ def compare(
     with Progressing(debug) as progress:
         top, runs = run.compare(config, methods, progress, folder=out, overwrite=overwrite)
     page = top / "report.html"
-    _print(runs, page, as_json=as_json)
+    print_summary(runs, page, as_json=as_json)
     lines = [] if as_json else expected(config, methods)
     if lines:
         write_report(runs, page, lines)
         print("".join(f"\n{line}" for line in lines))
-
-
-def report(runs: Sequence[Path], out: Path, *, as_json: bool) -> None:
-    """Write the page, then print its table."""
-    write_report(runs, out)
-    _print(runs, out, as_json=as_json)
-
-
-def _print(runs: Sequence[Path], page: Path, *, as_json: bool) -> None:
-    loaded = load_runs(runs, lambda sentence: print(f"gradwire: {sentence}", file=sys.stderr))
-    if as_json:
-        print_json(summarize_folders(runs))
-        return
-    print_runs(summarize_folders(runs), page)
-    if len(loaded) > 1:
-        print_verdicts(verdicts(loaded))

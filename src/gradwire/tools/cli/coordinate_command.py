@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import shlex
 import signal
 import socket
@@ -13,11 +11,8 @@ from pathlib import Path
 from types import FrameType
 
 import gradwire as gw
-from gradwire.errors import GradwireError, HyperparameterError
-from gradwire.publish.disk import removed_on_error
+from gradwire.tools.cli.secret_file import secret_of
 from gradwire.tools.cli.show import print_json
-
-MOST_SECRET_BYTES = 1024
 
 
 def coordinate(listen: str, secret_file: Path | None, state: Path | None, *, as_json: bool) -> None:
@@ -60,40 +55,3 @@ def _closing(coordinator: gw.Coordinator) -> Callable[[int, FrameType | None], N
         coordinator.close()
 
     return close
-
-
-def secret_of(path: Path) -> str:
-    """Return the secret in a file; draw one, and write it for its owner alone, if there is no file.
-
-    Raises:
-        HyperparameterError: the file is empty or not ASCII text.
-        GradwireError: it cannot be read or written.
-    """
-    try:
-        if not path.exists():
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            # An empty file, as a full disk leaves, would be refused from then on.
-            with removed_on_error(path), os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_urlsafe(24) + "\n")
-    except OSError as error:
-        raise GradwireError(f"the secret in {path}: {error}") from error
-    return secret_in(path)
-
-
-def secret_in(path: Path) -> str:
-    """Return the secret in a file that is there.
-
-    Raises:
-        HyperparameterError: the file is empty or not ASCII text.
-        GradwireError: it cannot be read.
-    """
-    try:
-        with path.open("rb") as read:
-            text = read.read(MOST_SECRET_BYTES).decode("ascii").strip()
-    except UnicodeDecodeError:
-        raise HyperparameterError(f"{path} holds no secret: 16 to 64 ASCII characters are needed") from None
-    except OSError as error:
-        raise GradwireError(f"the secret in {path}: {error}") from error
-    if not text:
-        raise HyperparameterError(f"{path} is empty: `gradwire coordinate` draws a secret where there is no file")
-    return text

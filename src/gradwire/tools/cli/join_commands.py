@@ -11,19 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from gradwire.errors import HyperparameterError
-from gradwire.tools.cli.commands import Progressing, print_run
-from gradwire.tools.cli.coordinate_command import secret_in
-from gradwire.tools.experiments.config import RunConfig
+from gradwire.tools.cli.secret_file import secret_in
 from gradwire.tools.experiments.errors import UsageError
-from gradwire.tools.experiments.member import resume_as_member, train_as_member
 from gradwire.tools.processes import die_with_parent, killed_by
+
+if TYPE_CHECKING:
+    from gradwire.tools.experiments.config import RunConfig
 
 JOIN, SECRET = "GRADWIRE_JOIN", "GRADWIRE_SECRET"
 """Variables that ``gw.join()`` reads."""
 
-DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+DEFAULTS = {"OMP_NUM_THREADS": "1", LOG_LEVEL: "ERROR"}
 """Variables that a script has unless they are set. Of each connection that ends, torch warns by a page of frames."""
 
 RESTARTS = 3
@@ -31,6 +33,11 @@ RESTARTS = 3
 
 STEADY_S = 60.0
 """A script that ran for so long had begun well: restarts before it do not count."""
+
+
+def silence_torch() -> None:
+    """Turn off torch's warnings in this process unless its variable is set; torch must not have been imported."""
+    os.environ.setdefault(LOG_LEVEL, DEFAULTS[LOG_LEVEL])
 
 
 def secret_for(secret_file: Path | None) -> str:
@@ -51,6 +58,9 @@ def train(
     stop_after: int | None, as_json: bool, debug: bool,
 ) -> None:  # fmt: skip
     """Train as a member, then print the run's row of the table."""
+    from gradwire.tools.cli.commands import Progressing, print_run
+    from gradwire.tools.experiments.member import train_as_member
+
     with Progressing(debug) as progress:
         folder = train_as_member(
             config, progress, address, secret_for(secret_file), folder=out, overwrite=overwrite, stop_after=stop_after
@@ -62,6 +72,9 @@ def resume(
     folder: Path, address: str, secret_file: Path | None, *, stop_after: int | None, as_json: bool, debug: bool
 ) -> None:
     """Join again with a member's run folder, then print its row of the table."""
+    from gradwire.tools.cli.commands import Progressing, print_run
+    from gradwire.tools.experiments.member import resume_as_member
+
     with Progressing(debug) as progress:
         resume_as_member(folder, progress, address, secret_for(secret_file), stop_after=stop_after)
     print_run(folder, as_json=as_json)

@@ -14,12 +14,11 @@ def main() -> None:
         # A path, for example, may hold what this encoding does not have: it is shown escaped, as on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ImportError as error:
-        sys.exit(f'gradwire: the command line needs {error.name}: pip install "gradwire[cli]"')
-    try:
-        # Takes seconds, since it imports torch.
+        try:
+            import rich  # noqa: F401
+            import typer  # noqa: F401
+        except ImportError as error:
+            sys.exit(f'gradwire: the command line needs {error.name}: pip install "gradwire[cli]"')
         from gradwire.tools.cli.app import app
     except KeyboardInterrupt:
         print("gradwire: interrupted", file=sys.stderr)

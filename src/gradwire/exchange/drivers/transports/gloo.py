@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -20,9 +19,6 @@ from gradwire.exchange.drivers.transports.notes import TO_ALL, Notes
 from gradwire.exchange.drivers.transports.receives import MOST_TAGS, Receives, Slot
 from gradwire.exchange.drivers.transports.ring import ring_combined, ring_shares
 from gradwire.exchange.ops import AllGather, AllToAll, Broadcast, Op, Reduce, SendRecv
-
-# Without it, Gloo asks the store for the address of one rank after the other, with three round trips for each.
-os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 
 NEVER_SENT = MOST_TAGS - 1
 """Tag of a message that no rank sends."""
