@@ -325,6 +325,21 @@ def test_a_restarted_coordinator_refuses_another_secret_and_a_spoilt_file(tmp_pa
     first.close()
 
 
+@pytest.mark.parametrize("planted", ["link", "file"])
+def test_a_coordinators_secret_is_in_no_file_that_another_user_has_planted(planted: str, tmp_path: Path) -> None:
+    state, other = tmp_path / "state.json", tmp_path / "other"
+    other.write_text("kept")
+    other.chmod(0o666)
+    # The name under which the state is written before it takes its place.
+    partial = tmp_path / "state.json.partial"
+    partial.symlink_to(other) if planted == "link" else partial.hardlink_to(other)
+    made = gw.Coordinator("127.0.0.1:0", state=state)
+    made.close()
+    assert other.read_text() == "kept"
+    assert not state.is_symlink()
+    assert (made.secret in state.read_text(), state.stat().st_mode & 0o077) == (True, 0)
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [

@@ -264,7 +264,9 @@ class Coordinator:
         kept = {"secret": self.secret, "run": self._run.id, "first": self._first, "latest": self._latest}
         partial = self._path.with_name(self._path.name + ".partial")
         try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            # It holds the secret: what is there, such as another user's file or a link, is not written through.
+            partial.unlink(missing_ok=True)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 json.dump(kept, file)
                 file.flush()
