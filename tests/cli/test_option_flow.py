@@ -20,7 +20,8 @@ from gradwire.exchange.planning import Options
 from gradwire.model.forecast import Scenario
 from gradwire.model.machine import DEFAULT, LinkModel
 from gradwire.tools import lab as lab_package
-from gradwire.tools.cli import bench_commands, bootstrap, commands, plan_command
+from gradwire.tools import report
+from gradwire.tools.cli import bench_commands, bootstrap, plan_command
 from gradwire.tools.cli import torchrun as torchrun_of
 from gradwire.tools.cli.app import app
 from gradwire.tools.cli.options import ExchangeOptions
@@ -94,7 +95,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (bench_commands, "measure_kernels"),
         (plan_command, "profile_name"),
         (plan_command, "forecast"),
-        (commands, "write_report"),
+        (report, "write_report"),
     ):
         monkeypatch.setattr(home, name, stop(name))
     return found
