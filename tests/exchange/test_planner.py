@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -142,3 +145,20 @@ def test_options_that_make_no_sense_are_refused(name: str, value: object, words:
         Options.of({name: value})
     with pytest.raises(gw.HyperparameterError, match="unknown option 'warm_steps'; did you mean 'warmup_steps'"):
         Options.of({"warm_steps": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(gw.Natural):
+    """A method that calls kernels and does not say so."""
+
+    name: ClassVar[str] = "forgetful"
+    tag: ClassVar[int] = 120
+
+    def declare(self) -> gw.Traits:
+        return replace(super().declare(), kernels=())
+
+
+def test_kernels_that_a_method_does_not_declare_are_refused() -> None:
+    """Without a backend nothing was computed: each rank kept its own gradient, and nobody was told."""
+    with pytest.raises(gw.IncompatibleError, match="Forgetful calls kernels of the family 'natural' and declares none"):
+        gw.simulate(torch.randn(2, 2000), Forgetful())

@@ -14,6 +14,7 @@ from gradwire.exchange.drivers import LANES, Meter, count_step_delays, dry_run, 
 from gradwire.exchange.drivers.dry_run import LATE_ROUND
 from gradwire.exchange.method import Method, require
 from gradwire.exchange.network_cost import Delays
+from gradwire.exchange.planning.no_kernels import no_kernels
 from gradwire.exchange.planning.options import Options, dense_names
 from gradwire.exchange.protocols import REDUCE_SCATTER, Context
 from gradwire.exchange.protocols.bucket_plan import BoundedPlan, BucketPlan, PlanSetting
@@ -321,7 +322,8 @@ class Planner:
         if self.open_coders and self.coder is None:
             times = self.measure_coders()
             self.settle(min(times, key=lambda name: times[name]))
-        return self._build(names, warm_up, best, self.kernels if self.method.traits.kernels else get_kernels("meta"))
+        kernels = self.kernels if self.method.traits.kernels else no_kernels(type(self.method).__name__)
+        return self._build(names, warm_up, best, kernels)
 
     def _costs(self, names: tuple[str, ...], warm_up: bool) -> dict[str, Meter]:
         numel, meta = sum(self.parameters[name].numel for name in names), get_kernels("meta")
