@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -69,6 +70,18 @@ def test_what_the_decoder_raises_is_told(lane: Lane, at_once: bool) -> None:
 
     (told,) = outcome(lane, exchange(broken), at_once)
     assert isinstance(told, KeyError)
+
+
+@both_ways
+def test_an_exit_that_the_decoder_asks_for_is_told_as_an_error(lane: Lane, at_once: bool) -> None:
+    """It ended the lane's thread alone: this rank waited for ever, and the others until the group's timeout."""
+
+    def leave() -> None:
+        sys.exit(3)
+
+    (told,) = outcome(lane, exchange(leave), at_once)
+    assert isinstance(told, RuntimeError)
+    assert str(told) == "SystemExit(3) was raised on a thread that exchanges"
 
 
 @both_ways

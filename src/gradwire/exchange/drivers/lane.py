@@ -239,8 +239,8 @@ class Lane:
                     generator.send(reply)
             except StopIteration as stop:
                 value: T = stop.value
-            except Exception as error:
-                future.end(None, error)
+            except BaseException as error:
+                future.end(None, _as_error(error))
                 return
             else:
                 future.end(None, TypeError("this exchange has a second collective: it needs the lane's thread"))
@@ -261,8 +261,8 @@ class Lane:
                 if wait is not None:
                     wait()
                 value = [self._drive(generator) for generator in generators][-1]
-            except Exception as raised:
-                error = raised
+            except BaseException as raised:
+                error = _as_error(raised)
             future.end(value, error)
             if future.error is not None:
                 _let_go(future.error)
@@ -343,6 +343,18 @@ class Lane:
         if self._transports is None:
             raise RuntimeError("this lane was closed" + ("" if self._ended else f" after a failure{self._failure}"))
         return self._transports[op.scope]
+
+
+def _as_error(raised: BaseException) -> Exception:
+    """Return an exception to tell those who wait, also for one that would end this thread alone, such as SystemExit.
+
+    They would wait for ever, and the other ranks until the group's timeout.
+    """
+    if isinstance(raised, Exception):
+        return raised
+    told = RuntimeError(f"{raised!r} was raised on a thread that exchanges")
+    told.__cause__ = raised
+    return told
 
 
 def _let_go(error: BaseException | None) -> None:
