@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from gradwire.errors import GradwireError, IncompatibleError, RankMismatchError
 from gradwire.exchange.drivers import Group, TorchGroup, group_of
 from gradwire.exchange.drivers.tables import Plain, all_gather_tables, plain
 from gradwire.exchange.method import Method
-from gradwire.exchange.planning import Options
+from gradwire.exchange.planning import Options, Planner
 from gradwire.exchange.segments import flat_view, local_shard
 from gradwire.link.peers.circle import Circle
 from gradwire.link.selection.control_channel import ControlChannel
@@ -67,6 +67,30 @@ def compared(
         "link_cost": None if options.link_cost is None else repr(options.link_cost),
         "parameters": [f"{n} {tuple(p.shape)} {p.dtype} {p.stride()}" for n, p in parameters.items()],
     }
+
+
+def code_terms(planner: Planner) -> dict[str, object]:
+    """Return fields in which ranks differ if they have different code for the same spec.
+
+    The package's own methods are compared by its version. A method from elsewhere has none, and ranks that expect
+    payloads of other sizes would wait for one another until the group's timeout.
+    """
+    if not _is_from_elsewhere(planner.method):
+        return {}
+    traits = {f.name: getattr(planner.method.traits, f.name) for f in fields(planner.method.traits)}
+    found: dict[str, object] = {f"trait {name!r} of the method": repr(value) for name, value in traits.items()}
+    try:
+        found["bytes that a rank sends in a round"] = planner.sent_bytes(planner.step_order())
+    except Exception as error:
+        # What has no dry run may be exchanged all the same, and raises there if not.
+        found["bytes that a rank sends in a round"] = f"unknown ({type(error).__name__})"
+    return found
+
+
+def _is_from_elsewhere(method: Method) -> bool:
+    """Return whether the class of a method, or of one inside it, is not the package's."""
+    inside = [value for f in fields(method) if isinstance(value := getattr(method, f.name), Method)]
+    return type(method).__module__.partition(".")[0] != "gradwire" or any(map(_is_from_elsewhere, inside))
 
 
 @contextmanager

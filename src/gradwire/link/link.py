@@ -23,7 +23,7 @@ from gradwire.link.detached import lost
 from gradwire.link.diagnostics import Diagnostics, Judge
 from gradwire.link.failures import WarnOnce, place
 from gradwire.link.found_optimizers import LearningRates, OptimizerSearch, check_kinds, check_unscaled
-from gradwire.link.handshake import ReplicaCheck, Terms, agreement, compared, default_group, value_terms
+from gradwire.link.handshake import ReplicaCheck, Terms, agreement, code_terms, compared, default_group, value_terms
 from gradwire.link.link_runtime import LinkRuntime, check_lanes, close_link
 from gradwire.link.link_state import LinkState
 from gradwire.link.local_steps import LocalSteps
@@ -216,7 +216,7 @@ class Link(LinkState, LocalStepsUser):
         count = count if self._site.transport != "nccl" else 1
         terms = {"lanes": count, "learning rates": self._rates.read(), **self.method.terms(self.world_size)}
         terms |= self._site.terms() | optimizer_terms(self.method, self.optimizer, self._parameters)
-        mine.fields = compared(self.method, self.options, self._parameters, terms)
+        mine.fields = compared(self.method, self.options, self._parameters, terms | code_terms(self._selection.planner))
         if self.options.has_replicas(self.method) and self._compares_values():
             mine.fields |= value_terms(self._parameters)
         mine.told = self._coders.measure()
