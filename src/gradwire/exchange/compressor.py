@@ -30,7 +30,7 @@ class Compressor(Method):
     @cached_property
     def traits(self) -> Traits:
         """The declared traits, with ``scatters`` set if payloads can be gathered one parameter at a time."""
-        found = self.declare()
+        found = self._declared()
         # The owner of a shard would know the state of its own shard only.
         stateless = not (found.whole_step or found.remembers)
         return replace(found, scatters="all_gather" in found.collectives and stateless)

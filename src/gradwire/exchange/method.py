@@ -125,7 +125,14 @@ class Method:
     @cached_property
     def traits(self) -> Traits:
         """Protocols, requirements and guarantees of the method."""
-        return self.declare()
+        return self._declared()
+
+    def _declared(self) -> Traits:
+        found: object = self.declare()
+        if not isinstance(found, Traits):
+            fix = "return replace(super().declare(), ...)"
+            raise HyperparameterError(f"{type(self).__name__}: declare() returned {found!r}, not a gw.Traits: {fix}")
+        return found
 
     @classmethod
     def paper(cls: type[M], **fields: Any) -> M:

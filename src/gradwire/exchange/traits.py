@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from gradwire.errors import HyperparameterError
+from gradwire.exchange.fields import is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +137,30 @@ class Traits:
     worst_step: float | None = None
     worst_error: float | None = None
 
+    def __post_init__(self) -> None:
+        """Check the types of lists, switches and counts, which are read long after they were declared.
+
+        Raises:
+            HyperparameterError: one is of another type.
+        """
+        for name, usual in _USUAL.items():
+            value = getattr(self, name)
+            if isinstance(usual, tuple):
+                fits = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+                need = "a tuple of names, such as ('all_gather',)" if name == "collectives" else "a tuple of names"
+            elif isinstance(usual, bool):
+                fits, need = isinstance(value, bool), "True or False"
+            else:
+                least = 1 if name in ("cut", "share_cut", "period") else 0
+                fits, need = is_whole(value, least), f"a whole number of at least {least}"
+            if not fits:
+                raise HyperparameterError(f"trait {name!r} is {need}, not {value!r}")
+
     @property
     def bounds_residuals(self) -> bool:
         """True if a residual of bounded vectors stays bounded in each element, for any variance."""
         return (self.worst_step is not None and self.worst_step < 1) or self.worst_error is not None
+
+
+_USUAL = {each.name: each.default for each in fields(Traits) if isinstance(each.default, tuple | bool | int)}
+"""The traits that are lists, switches or counts, with their defaults."""

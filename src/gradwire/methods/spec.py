@@ -7,13 +7,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from gradwire.errors import HyperparameterError, did_you_mean, shortened, unknown
 from gradwire.exchange.fields import check_fields, operand, signature
 from gradwire.exchange.method import MOST_BITS, Method, require
+from gradwire.methods.declarations import check_class, is_defined_again
 from gradwire.methods.registry import METHODS
 from gradwire.optim import KINDS
+
+K = TypeVar("K", bound=type[Method])
 
 _KINDS: list[type[Method]] = list(METHODS)
 
@@ -35,17 +38,24 @@ _WORD = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d[\d.]*(?:[eE][+-]?\
 """A quoted string, a number, or a name, which may have hyphens."""
 
 
-def register(kind: type[Method]) -> type[Method]:
+def register(kind: K) -> K:
     """Decorate a class of methods to add its names to those that specs may use.
 
+    A class that is defined again, as where a cell of a notebook runs once more, replaces the one before.
+
     Raises:
-        HyperparameterError: another class has one of its names already.
+        HyperparameterError: another class has one of its names or its tag already, or a declaration is missing or
+            wrong.
     """
-    for name in (kind.name, kind.__name__):
-        known = _BY_NAME.get(_key(name), kind)
-        require(known is kind, kind.__name__, f"the name {name!r} belongs to {known.__name__} already")
+    check_class(kind, _KINDS)
+    keys = {_key(name): name for name in (kind.name, kind.__name__)}
+    for key, name in keys.items():
+        known = _BY_NAME.get(key, kind)
+        require(is_defined_again(kind, known), kind.__name__, f"the name {name!r} belongs to {known.__name__} already")
+    before = {_BY_NAME[key] for key in keys if key in _BY_NAME}
+    _KINDS[:] = [each for each in _KINDS if each not in before]
     _KINDS.append(kind)
-    _BY_NAME.update({_key(name): kind for name in (kind.name, kind.__name__)})
+    _BY_NAME.update(dict.fromkeys(keys, kind))
     return kind
 
 

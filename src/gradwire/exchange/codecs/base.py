@@ -13,6 +13,7 @@ import torch
 
 from gradwire.errors import IncompatibleError
 from gradwire.exchange.deferred_checks import Flag
+from gradwire.exchange.fields import is_whole
 from gradwire.exchange.network_cost import LinkCost
 from gradwire.exchange.wire import Packing, packing
 from gradwire.kernels import MAX_WORLD_SIZE, Coder
@@ -184,6 +185,25 @@ class Codec(ABC):
     @abstractmethod
     def is_finite(self, summary: Summary, flat: torch.Tensor) -> Flag:
         """Return whether the mean, just decoded into ``flat``, is finite in this section."""
+
+
+def check_codec(owner: str, codec: object) -> None:
+    """Check what buffers and protocols need to know of a codec.
+
+    Raises:
+        IncompatibleError: ``owner`` returned something else, or the numbers of units or bytes are not usable.
+    """
+    if not isinstance(codec, Codec):
+        raise IncompatibleError(f"{owner}: codec() returned {codec!r}: return a gradwire.exchange.codecs.Codec")
+    name = type(codec).__name__
+    for attribute, least in (("units", 0), ("grain", 1), ("side_bytes", 0)):
+        value = getattr(codec, attribute, None)
+        if not is_whole(value, least):
+            need = f"a whole number of at least {least}"
+            raise IncompatibleError(f"{owner}: attribute {attribute!r} of {name} is {need}, not {value!r}")
+    size = codec.payload_bytes(codec.units)
+    if not is_whole(size, 0):
+        raise IncompatibleError(f"{owner}: {name}.payload_bytes returned {size!r}: return a whole number of bytes")
 
 
 LeftOut: TypeAlias = Callable[[torch.Tensor, float], None]

@@ -14,7 +14,7 @@ from gradwire.exchange.drivers import LANES, Meter, count_step_delays, dry_run, 
 from gradwire.exchange.drivers.dry_run import LATE_ROUND
 from gradwire.exchange.method import Method, require
 from gradwire.exchange.network_cost import Delays
-from gradwire.exchange.planning.no_kernels import no_kernels
+from gradwire.exchange.planning.declared_kernels import check_families, no_kernels
 from gradwire.exchange.planning.options import Options, dense_names
 from gradwire.exchange.protocols import REDUCE_SCATTER, Context
 from gradwire.exchange.protocols.bucket_plan import BoundedPlan, BucketPlan, PlanSetting
@@ -148,6 +148,7 @@ class Planner:
         options: Options,
         number: LinkNumber | None = None,
     ) -> None:
+        check_families(method)
         self._number = number or LinkNumber()
         self.method, self.options, self.world_size = method, options, world_size
         self.open_coders = method.traits.open_coders

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from gradwire.exchange.codecs import Codec, Constant, DenseCodec, SummableCodec
+from gradwire.errors import IncompatibleError, unknown
+from gradwire.exchange.codecs import Codec, Constant, DenseCodec, SummableCodec, check_codec
 from gradwire.exchange.deferred_checks import Flag, all_hold, both
 from gradwire.exchange.ops import Exchange, Reduce
 from gradwire.exchange.protocols import (
@@ -220,6 +221,9 @@ class SectionPlan(BucketPlan):
 
     def __init__(self, method: Operator, setting: PlanSetting, others: Mapping[str, Operator] | None = None) -> None:
         self.method, self.setting, self.collective = method, setting, setting.collective
+        known = dict.fromkeys((*PROTOCOLS, *SHARED_OUT, REDUCE_SCATTER))
+        if self.collective not in known:
+            raise IncompatibleError(f"{type(method).__name__}: {unknown('protocol', self.collective, known)}")
         others, ours_of = others or {}, dict[Operator, list[Segment]]()
         compressed, _ = divide(setting.segments)
         for s in compressed:
@@ -249,7 +253,10 @@ class SectionPlan(BucketPlan):
         return self.codecs[0] if self.codecs else None
 
     def _bind(self, operator: int, segments: Sequence[Segment], world_size: int) -> Codec:
-        return self._operators[operator].codec(self.setting.kernels, segments, world_size, self.setting.seed)
+        compressor = self._operators[operator]
+        codec = compressor.codec(self.setting.kernels, segments, world_size, self.setting.seed)
+        check_codec(type(compressor).__name__, codec)
+        return codec
 
     def _part(self, ours: Pieces, rest: Pieces, world_size: int | None = None) -> BoundPart:
         world_size = world_size or self.setting.world_size

@@ -1,11 +1,24 @@
-"""The kernels of a method that declares none: each call is refused, since nothing else would compute it."""
+"""The kernels that a method declares: wrong names are refused, and every call if it declares none."""
 
 from __future__ import annotations
 
 from typing import NoReturn
 
-from gradwire.errors import IncompatibleError
-from gradwire.kernels import Kernels
+from gradwire.errors import HyperparameterError, IncompatibleError, unknown
+from gradwire.exchange.method import Method
+from gradwire.kernels import CODERS, FAMILIES, Kernels
+
+
+def check_families(method: Method) -> None:
+    """Check the names in the trait ``kernels``.
+
+    Raises:
+        HyperparameterError: one is neither a family of kernels nor an entropy coder.
+    """
+    for name in method.traits.kernels:
+        if name not in FAMILIES and name not in CODERS:
+            wrong = unknown("family of kernels", name, (*FAMILIES, *CODERS))
+            raise HyperparameterError(f"{type(method).__name__}: {wrong}")
 
 
 class _Refusing:
