@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -10,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from gradwire.exchange.codecs import Draw, Summary
 from gradwire.exchange.segments import Segment
 from gradwire.kernels import Kernels
 from gradwire.methods.natural.natural import NaturalCodec
-from ranks import Ranks
+from ranks import Ranks, fresh_ranks
 
 
 class LongerCodec(NaturalCodec):
@@ -44,6 +46,48 @@ class OddTrait(gw.Natural):
 
     def declare(self) -> gw.Traits:
         return replace(super().declare(), min_numel=1 if dist.get_rank() == 1 else 1024)
+
+
+class BrokenCodec(NaturalCodec):
+    """On rank 1 the encoder has a fault."""
+
+    def encode(self, flat: torch.Tensor, summary: Summary, draw: Draw, out: torch.Tensor) -> None:
+        if dist.get_rank() == 1:
+            out.copy_(flat[:3])
+        super().encode(flat, summary, draw, out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(gw.Natural):
+    """Natural compression with an encoder that fails on rank 1."""
+
+    name: ClassVar[str] = "broken"
+    tag: ClassVar[int] = 122
+
+    def codec(self, kernels: Kernels, segments: Sequence[Segment], world_size: int, seed: int) -> NaturalCodec:
+        return BrokenCodec(kernels, super().codec(kernels, segments, world_size, seed).table, world_size)
+
+
+def failed() -> str:
+    """Exchange by a broken method; return the error."""
+    parameter = torch.nn.Parameter(torch.zeros(4000))
+    link = gw.Link({"w": parameter}.items(), Broken())
+    parameter.grad = torch.ones(4000)
+    try:
+        link.reduce_()
+    except gw.ExchangeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_all_ranks_are_told_the_line_of_the_codec_that_failed() -> None:
+    """An error of PyTorch's names neither the codec nor the file, and DDP shows no traceback of it."""
+    with fresh_ranks(3, group_timeout_s=600) as ranks:
+        ranks.start(failed)
+        answers = ranks.collect(60)
+    for kind, value in answers:
+        assert kind == "ok", value
+        assert re.search(r"rank 1 failed at .*: RuntimeError: The .*test_own_methods\.py, line \d+, in encode\)", value)
 
 
 def opened() -> list[str]:

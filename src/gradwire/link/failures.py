@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -155,10 +156,28 @@ class Failures:
             return ExchangeError(said)
         if isinstance(error, PayloadError):
             error = error.numbered(self.circle.ranks)
-        self.circle.failed(f"at {where}: {type(error).__name__}: {error}")
+        place = _own_place(error)
+        self.circle.failed(f"at {where}: {type(error).__name__}: {error}{place}")
         if isinstance(error, GradwireError):
-            return type(error)(f"rank {rank}, {where}: {error}")
-        return ExchangeError(f"rank {rank} failed at {where}: {type(error).__name__}: {error}")
+            return type(error)(f"rank {rank}, {where}: {error}{place}")
+        return ExchangeError(f"rank {rank} failed at {where}: {type(error).__name__}: {error}{place}")
+
+
+_NOT_OWN = {"gradwire", "torch", "numpy", "numba", "triton", "threading", "contextlib"}
+"""Top-level modules whose frames say nothing about the code of a method from elsewhere."""
+
+
+def _own_place(error: Exception) -> str:
+    """Return where an exception passed last through the code of a method from elsewhere, as a part of a message.
+
+    The link's error crosses threads without its frames, and PyTorch keeps no more of it than its text.
+    """
+    places = [
+        f" ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_OWN
+    ]
+    return places[-1] if places else ""
 
 
 def _without_frames(error: Error) -> Error:
